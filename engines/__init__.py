@@ -1,0 +1,1 @@
+"""Everything about an engine at rest: manifest, bundle, host, capacity."""

@@ -1,0 +1,156 @@
+"""The manifest of an engine bundle, ``engine.json``: everything a loader must know before it reads a weight.
+
+Every field is written by the builder and checked or used by the loader; nothing is decoration.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from castline.engines.errors import EngineError
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "engine.json"
+
+Target = Literal["cpu", "tensorrt", "tensorrt_rtx"]
+KvDtype = Literal["fp32", "bf16", "int8", "fp8"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the runtime needs of the model. Sizes are in elements, lengths in tokens."""
+
+    name: str
+    architecture: str
+    source: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    num_parameters: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    windows: tuple[int, ...] = ()
+    """Sliding window of each layer in tokens, 0 for full attention; empty when every layer is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Recipe of the weights and dtype of the KV blocks."""
+
+    recipe: str
+    kv_dtype: KvDtype
+    logits_dtype: str = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Defaults that `run` may lower; a bundle is valid for any value up to them."""
+
+    max_model_len: int
+    block_size: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The hardware and software that an engine was built for. ``isa`` is what the kernels were packed for."""
+
+    target: Target
+    machine: str
+    cpu: str
+    isa: tuple[str, ...]
+    cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The tuner's choices. ``measured`` is False where documented defaults were taken (`--no-tune`)."""
+
+    measured: bool
+    num_threads: int
+    matmul: dict[str, str] = field(default_factory=dict)
+    """For each matmul shape ``KxN``: the kernel chosen."""
+    attention: dict[str, int] = field(default_factory=dict)
+    """Attention attributes chosen: ``query_tile``, ``kv_split``."""
+    timings_us: dict[str, dict[str, float]] = field(default_factory=dict)
+    """For each thing tuned: microseconds of every candidate, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Distance to the transformers model in fp32, teacher-forced on the shipped text. Divergences are in nats."""
+
+    verified: bool
+    num_tokens: int
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+    perplexity: float
+    reference_perplexity: float
+    tolerance_mean_kl: float
+    tolerance_top1: float
+    greedy_match: float
+    """Share of greedily continued tokens that equal the reference's, over the fixed prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """The native library that the graph's attention nodes need."""
+
+    name: str
+    version: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One engine bundle. ``files`` maps each file of the bundle to its sha256."""
+
+    schema_version: int
+    castline_version: str
+    created: str
+    rebuild_command: str
+    model: ModelFacts
+    precision: Precision
+    limits: Limits
+    host: Host
+    tuning: Tuning
+    parity: Parity | None
+    plugin: Plugin
+    graph_file: str
+    tool_versions: dict[str, str]
+    files: dict[str, str]
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Writes ``engine.json`` into *directory*."""
+    encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    (directory / MANIFEST_NAME).write_bytes(encoded + b"\n")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Reads and validates ``engine.json``. Raises EngineError naming the field that is wrong."""
+    path = directory / MANIFEST_NAME
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise EngineError(f"{directory} is not an engine bundle: cannot read {MANIFEST_NAME} ({error.strerror})") from None
+    try:
+        version = msgspec.json.decode(raw).get("schema_version")
+    except (msgspec.DecodeError, AttributeError) as error:
+        raise EngineError(f"{path} is not a manifest: {error}") from None
+    if version != SCHEMA_VERSION:
+        raise EngineError(
+            f"{path}: schema_version is {version!r}, this castline reads {SCHEMA_VERSION}; rebuild the engine with this castline"
+        )
+    try:
+        return msgspec.json.decode(raw, type=Manifest)
+    except msgspec.ValidationError as error:
+        raise EngineError(f"{path} is damaged: {error}; rebuild the engine") from None

@@ -1,0 +1,1 @@
+"""The paged-attention operator: one contract, one reference, one implementation a target."""

@@ -1,0 +1,1 @@
+"""Bundle to text: scheduler, batch, executor, sampler, detokenizer."""

@@ -1,0 +1,125 @@
+"""The engine as servers and the Python front door see it: text in, text out, over an engine loop that runs elsewhere."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from castline.engines.manifest import Manifest
+from castline.runtime.events import FinishReason, TokenLogprobs
+from castline.runtime.sampling_params import SamplingParams
+from castline.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveLimits:
+    """The limits in force after the command line, the manifest and the host's memory have been reconciled."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    max_concurrency: float
+    """Sequences of max_model_len that fit the pool at once."""
+    max_waiting: int = 4096
+    """Requests that may wait; one more is refused with OVERLOADED."""
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    phase: Phase
+    reason: str
+    """In words, for the body of a health response."""
+
+    @property
+    def ready(self) -> bool:
+        return self.phase is Phase.READY
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since start, and gauges now. One snapshot a step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    """Blocks held by live sequences; blocks kept only for the prefix cache count as free."""
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found."""
+    preemptions: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInfo:
+    """Known once the prompt has been computed."""
+
+    prompt_token_ids: tuple[int, ...]
+    cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New text of one continuation. The text of all outputs of an index, joined, is the full text.
+
+    A non-final text never ends inside a character. ``token_ids`` are the tokens generated since the last output; their
+    text may still be held back (an unfinished character, a possible stop string).
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the text; None for the model's EOS."""
+    prompt: PromptInfo | None = None
+    """On the first output of index 0."""
+
+
+class EngineClient(Protocol):
+    """Shared by every transport of a process. All methods are called from one event loop."""
+
+    manifest: Manifest
+    limits: EffectiveLimits
+    tokenizer: Tokenizer
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        add_special_tokens: bool = True,
+        timeout_s: float | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[Output]:
+        """Outputs of all n continuations, interleaved, until each has a finish_reason.
+
+        Raises RequestError before the first output where the request cannot be served (the prompt does not fit, a
+        value is out of range, draining, overloaded); raises RequestError with DEADLINE_EXCEEDED or EngineError where it
+        ends early. Closing the iterator, or cancelling the task that awaits it, aborts the request and frees its blocks.
+        """
+        ...
+
+    def health(self) -> Health: ...
+
+    def stats(self) -> Stats: ...
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests at once, lets running ones finish for *timeout_s*, ends the rest with SHUTTING_DOWN, stops."""
+        ...

@@ -1,0 +1,54 @@
+"""What the engine core says of a request, a batch of events after every step. Plain data that any transport carries.
+
+For every (request_id, index) there is exactly one event whose ``finish`` is set, and it is the last.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from castline.engines.errors import ErrorCode
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the distribution before temperature, penalties and truncation."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most likely token of the vocabulary."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob), most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: FinishReason
+    stop_token_id: int | None = None
+    """The EOS or stop token that ended the text; it is the last of the token ids, and its text is not shown."""
+    error_code: ErrorCode | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEvent:
+    """New tokens of one continuation."""
+
+    request_id: str
+    index: int
+    """Which of the request's n continuations."""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each of token_ids, where asked for."""
+    finish: Finish | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens read from the prefix cache; set on the first event."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One for each prompt token (None for the first); set on the first event where asked for."""

@@ -1,0 +1,29 @@
+"""What runs a step. The engine core knows nothing else of the hardware."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from castline.plugins.contract import StepTensors
+
+
+class Executor(Protocol):
+    """One engine on one device with its KV pool."""
+
+    vocab_size: int
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole KV blocks (source, destination) in every layer, in order."""
+        ...
+
+    def execute(self, step: StepTensors) -> NDArray[np.float32]:
+        """Runs one forward pass; logits [R, vocab_size]. The array is valid until the next call. Raises EngineError."""
+        ...
+
+    def set_busy(self, busy: bool) -> None:
+        """Work begins or the engine falls idle: an idle executor uses no CPU."""
+        ...
+
+    def close(self) -> None: ...

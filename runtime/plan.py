@@ -1,0 +1,32 @@
+"""The plan of one step: plain data from the scheduler to the batch builder. Nothing in it is shared with the scheduler."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """The part one sequence has in a step: tokens ``start .. start + len(token_ids)`` are computed."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    start: int
+    """Tokens of the sequence computed before this step."""
+    block_ids: tuple[int, ...]
+    """Block table: enough for start + len(token_ids) tokens."""
+    samples: bool
+    """The step reaches the sequence's last token, so a next token is to be sampled from its last row."""
+    all_logits: bool = False
+    """Logits of every row are wanted (prompt logprobs)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    scheduled: tuple[ScheduledSequence, ...]
+    block_copies: tuple[tuple[int, int], ...] = ()
+    """(source, destination) blocks copied, over all layers, before the step: copy on write."""
+    preempted: tuple[int, ...] = ()
+    """seq_ids whose blocks were taken back."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.scheduled)

@@ -1,0 +1,1 @@
+"""Wire formats in front of the runtime."""

@@ -1,0 +1,1 @@
+"""castline.v1 protocol and its generated stubs."""

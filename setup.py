@@ -1,0 +1,57 @@
+"""Compiles the CPU plugin: one shared library, each instruction set in a translation unit of its own.
+
+A source named *_avx512.cpp or *_avx2.cpp is compiled for that instruction set and is called only where the host has it;
+every other source is compiled for the baseline, so that one library runs on any host of the architecture.
+"""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+NATIVE = Path("plugins/cpu/native")
+COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra"]
+ISA_FLAGS = {
+    "_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c"],
+    "_avx512bf16": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi", "-mfma", "-mf16c"],
+}
+
+
+def sources() -> list[str]:
+    """Every source that this architecture can compile."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    paths = sorted(NATIVE.glob("*.cpp"))
+    return [str(p) for p in paths if is_x86 or not any(p.stem.endswith(isa) for isa in ISA_FLAGS)]
+
+
+class BuildPlugin(build_ext):
+    """Builds a plain shared library (ONNX Runtime loads it, Python never imports it)."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1]) / f"lib{fullname.split('.')[-1]}.so")
+
+    def build_extension(self, ext: Extension) -> None:
+        objects: list[str] = []
+        for source in ext.sources:
+            isa = next((flags for suffix, flags in ISA_FLAGS.items() if Path(source).stem.endswith(suffix)), [])
+            objects += self.compiler.compile(
+                [source], output_dir=self.build_temp, depends=ext.depends, extra_postargs=COMMON + isa
+            )
+        target = self.get_ext_fullpath(ext.name)
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(objects, target, target_lang="c++")
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "castline.plugins.cpu.castline_cpu",
+            sources=sources(),
+            depends=[str(p) for p in sorted(NATIVE.glob("*.h"))],
+            language="c++",
+        )
+    ],
+    cmdclass={"build_ext": BuildPlugin},
+)
