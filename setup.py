@@ -15,7 +15,17 @@ COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisib
 ISA_FLAGS = {
     "_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c"],
-    "_avx512bf16": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi", "-mfma", "-mf16c"],
+    "_avx512bf16": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512vnni",
+        "-mavx512bf16",
+        "-mavx512vbmi",
+        "-mfma",
+        "-mf16c",
+    ],
 }
 
 

@@ -141,7 +141,9 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise EngineError(f"{directory} is not an engine bundle: cannot read {MANIFEST_NAME} ({error.strerror})") from None
+        raise EngineError(
+            f"{directory} is not an engine bundle: cannot read {MANIFEST_NAME} ({error.strerror})"
+        ) from None
     try:
         version = msgspec.json.decode(raw).get("schema_version")
     except (msgspec.DecodeError, AttributeError) as error:

@@ -66,7 +66,12 @@ class KvDtypeCode(IntEnum):
     FP8 = 3
 
 
-KV_DTYPE_CODES: Final = {"fp32": KvDtypeCode.FP32, "bf16": KvDtypeCode.BF16, "int8": KvDtypeCode.INT8, "fp8": KvDtypeCode.FP8}
+KV_DTYPE_CODES: Final = {
+    "fp32": KvDtypeCode.FP32,
+    "bf16": KvDtypeCode.BF16,
+    "int8": KvDtypeCode.INT8,
+    "fp8": KvDtypeCode.FP8,
+}
 
 
 class QkNorm(IntEnum):

@@ -1,0 +1,79 @@
+"""Weight recipes: the kernels a recipe allows for each matmul, and the distance to fp32 it may cost.
+
+The tuner picks among the allowed kernels by time; it never trades accuracy that the recipe does not grant.
+"""
+
+from dataclasses import dataclass, field
+
+from castline.engines.errors import BuildError
+from castline.engines.manifest import KvDtype
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulKernel:
+    """One way to compute ``x [M, K] @ W [K, N]`` with constant W."""
+
+    name: str
+    bits: int
+    """Of a weight: 32, 8 or 4."""
+    block: int = 0
+    """Elements along K that share a scale; 0 for fp32."""
+    accuracy_level: int = 0
+    """ONNX Runtime's MatMulNBits: 0 computes in fp32, 4 quantises activations to int8 for each block."""
+    symmetric: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Gate of the parity report, against transformers in fp32; divergences in nats, agreement a share."""
+
+    mean_kl: float
+    top1: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    name: str
+    summary: str
+    layer_kernels: tuple[MatmulKernel, ...]
+    """Allowed inside the layers; the first is the default without tuning."""
+    head_kernels: tuple[MatmulKernel, ...]
+    tolerance: Tolerance
+    """With fp32, bf16 or int8 KV blocks."""
+    fp8_kv_tolerance: Tolerance = field(default=Tolerance(mean_kl=0.05, top1=0.90))
+
+    def tolerance_for(self, kv_dtype: KvDtype) -> Tolerance:
+        """The wider of the recipe's own gate and the fp8 gate where the pool is fp8."""
+        if kv_dtype != "fp8":
+            return self.tolerance
+        return Tolerance(
+            max(self.tolerance.mean_kl, self.fp8_kv_tolerance.mean_kl),
+            min(self.tolerance.top1, self.fp8_kv_tolerance.top1),
+        )
+
+
+FP32 = MatmulKernel("fp32", 32)
+
+
+def _nbits(bits: int, block: int, accuracy_level: int, *, symmetric: bool = True) -> MatmulKernel:
+    suffix = "" if symmetric else "-zp"
+    return MatmulKernel(f"nbits{bits}-b{block}-a{accuracy_level}{suffix}", bits, block, accuracy_level, symmetric)
+
+
+_INT8 = (_nbits(8, 128, 4), _nbits(8, 64, 4), _nbits(8, 32, 4))
+_INT4 = (_nbits(4, 32, 4, symmetric=False), _nbits(4, 64, 4, symmetric=False))
+
+RECIPES = {
+    "fp32": Recipe("fp32", "weights as they are", (FP32,), (FP32,), Tolerance(0.001, 0.99)),
+    "int8": Recipe("int8", "8-bit weights in blocks along K", _INT8, _INT8, Tolerance(0.02, 0.94)),
+    "int4": Recipe("int4", "4-bit weights in the layers, 8-bit head", _INT4, _INT8, Tolerance(1.0, 0.5)),
+}
+DEFAULT_RECIPE = "int8"
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name. Raises BuildError listing the names there are."""
+    try:
+        return RECIPES[name]
+    except KeyError:
+        raise BuildError(f"--recipe {name!r} is unknown; choose one of {', '.join(RECIPES)}") from None

@@ -1,0 +1,1 @@
+"""The commands of `castline`, one module each, imported when called."""
