@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """What went wrong, in the vocabulary of the wire. The server's one table maps each code to HTTP, gRPC and OpenAI types."""
+    """What went wrong, in the vocabulary of the wire; the server maps each code to HTTP, gRPC and OpenAI types."""
 
     INVALID_VALUE = "invalid_value"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"

@@ -150,7 +150,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise EngineError(f"{path} is not a manifest: {error}") from None
     if version != SCHEMA_VERSION:
         raise EngineError(
-            f"{path}: schema_version is {version!r}, this castline reads {SCHEMA_VERSION}; rebuild the engine with this castline"
+            f"{path}: schema_version is {version!r}, this castline reads {SCHEMA_VERSION}; "
+            "rebuild the engine with this castline"
         )
     try:
         return msgspec.json.decode(raw, type=Manifest)

@@ -4,7 +4,8 @@ One forward pass serves prefill chunks and decodes together. T tokens of B seque
 of logits are wanted. All graphs of all targets take these tensors under these names, and one KV pool a layer.
 
 The pool of a layer is opaque outside the plugin: ``uint8 [num_blocks, block_bytes]``. What a block holds (element
-layout, scales) is the plugin's affair; block_bytes is `castline.engines.capacity.kv_block_bytes`. The node mutates the pool in place.
+layout, scales) is the plugin's affair; block_bytes is `castline.engines.capacity.kv_block_bytes`. The node mutates the
+pool in place.
 """
 
 from dataclasses import dataclass, fields
@@ -107,10 +108,10 @@ class AttentionAttributes:
 
     For each token: QK-norm, RoPE on the first rotary_dim elements of each Q and K head, quantise K and V and append
     them at the token's slot; then attention of every query over the keys of its sequence at positions
-    ``max(0, p - window + 1) .. p`` where p is the query's position (``kv_len - query_len + i`` for query i). K and V of
-    the step itself are read back from the pool, so that a token's value does not depend on how a prompt was chunked.
-    Query heads h share kv head ``h // (num_heads / num_kv_heads)``. Scores are ``softcap * tanh(scale * q.k / softcap)``
-    where softcap > 0, else ``scale * q.k``.
+    ``max(0, p - window + 1) .. p`` where p is the query's position (``kv_len - query_len + i`` for query i). K and V
+    of the step itself are read back from the pool, so that a token's value does not depend on how a prompt was chunked.
+    Query heads h share kv head ``h // (num_heads / num_kv_heads)``. Scores are
+    ``softcap * tanh(scale * q.k / softcap)`` where softcap > 0, else ``scale * q.k``.
 
     RoPE, half style (rope_interleaved = 0), r = rotary_dim / 2: ``out[i] = x[i] cos[i] - x[i + r] sin[i]`` and
     ``out[i + r] = x[i + r] cos[i] + x[i] sin[i]``; interleaved: the pair is (x[2i], x[2i + 1]).

@@ -1,4 +1,4 @@
-"""The engine as servers and the Python front door see it: text in, text out, over an engine loop that runs elsewhere."""
+"""The engine as servers and the front door see it: text in, text out, over an engine loop that runs elsewhere."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -111,8 +111,9 @@ class EngineClient(Protocol):
         """Outputs of all n continuations, interleaved, until each has a finish_reason.
 
         Raises RequestError before the first output where the request cannot be served (the prompt does not fit, a
-        value is out of range, draining, overloaded); raises RequestError with DEADLINE_EXCEEDED or EngineError where it
-        ends early. Closing the iterator, or cancelling the task that awaits it, aborts the request and frees its blocks.
+        value is out of range, draining, overloaded); raises RequestError with DEADLINE_EXCEEDED or EngineError where
+        it ends early. Closing the iterator, or cancelling the task that awaits it, aborts the request and frees its
+        blocks.
         """
         ...
 
@@ -121,5 +122,5 @@ class EngineClient(Protocol):
     def stats(self) -> Stats: ...
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests at once, lets running ones finish for *timeout_s*, ends the rest with SHUTTING_DOWN, stops."""
+        """Refuses new requests at once, lets running ones finish for *timeout_s*, ends the rest with SHUTTING_DOWN."""
         ...

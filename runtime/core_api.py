@@ -8,7 +8,7 @@ from castline.runtime.request import Request
 
 
 class EngineCore(Protocol):
-    """Not thread-safe: one loop owns it. Implemented by castline.runtime.core over a scheduler, an executor and a sampler."""
+    """Not thread-safe: one loop owns it. castline.runtime.core implements it over scheduler, executor and sampler."""
 
     @property
     def has_work(self) -> bool: ...
@@ -18,11 +18,11 @@ class EngineCore(Protocol):
         ...
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends one continuation, or all; unknown ids are ignored. The next step reports FinishReason.ABORT for each ended."""
+        """Ends one continuation, or all; unknown ids are ignored. The next step reports FinishReason.ABORT for each."""
         ...
 
     def step(self) -> list[SequenceEvent]:
-        """One forward pass. A failed step is rolled back and ends only the sequences it concerns, with FinishReason.ERROR."""
+        """One forward pass. A failed step is rolled back and ends only the sequences it concerns, with an error."""
         ...
 
     def stats(self) -> Stats: ...

@@ -1,4 +1,4 @@
-"""The plan of one step: plain data from the scheduler to the batch builder. Nothing in it is shared with the scheduler."""
+"""The plan of one step: plain data from the scheduler to the batch builder, sharing nothing with the scheduler."""
 
 from dataclasses import dataclass
 
