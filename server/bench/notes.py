@@ -1,9 +1,10 @@
-"""What a reader of the figures should know: one sentence for each thing found."""
+"""What a reader of the figures should know: one sentence for each thing found, naming the loads where it was found."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from castline.server.bench.results import PointSummary
-from castline.server.bench.settings import Settings, load_label
+from castline.server.bench.settings import Settings
+from castline.server.bench.stats import BUSY_SHARE
 
 CHUNKED = 1.05
 """Tokens a chunk above which gaps between chunks are not gaps between tokens."""
@@ -11,52 +12,100 @@ CACHED_BY_CHANCE = 0.05
 
 
 def notes(settings: Settings, summaries: Sequence[PointSummary]) -> list[str]:
-    """Across all points, without repeats."""
-    found = [note for summary in summaries for note in _notes(settings, summary)]
-    return list(dict.fromkeys(found))
+    """Across all points."""
+    completed = [summary for summary in summaries if summary.completed]
+    found = [
+        _note(summaries, is_client_busy, _client_busy),
+        _note(summaries, is_client_late, _client_late),
+        _note(summaries, _never_reached, lambda _: "the concurrency was never reached: raise --num-requests above it"),
+        _note(completed, lambda s: not s.output_tokens_counted, lambda _: NO_USAGE),
+        _note(completed, _is_chunked, _chunked),
+        _note(completed, lambda s: _is_short(settings, s), _short),
+        _note(completed, lambda s: _is_cached(settings, s), _cached),
+    ]
+    return [note for note in found if note is not None]
 
 
-def _notes(settings: Settings, summary: PointSummary) -> Iterator[str]:
-    at = f"at {load_label(summary.mode, summary.load)}"
-    if summary.client.limited:
-        yield _client_note(at, summary)
-    if summary.mode == "closed" and not summary.unfinished and summary.peak_in_flight < summary.load:
-        yield (
-            f"{at} only {summary.peak_in_flight} requests were ever in flight: "
-            "raise --num-requests to the concurrency or above"
-        )
-    if not summary.completed:
-        return
-    if not summary.output_tokens_counted:
-        yield "the server reports no usage: output tokens are counted as chunks, and prompt lengths are unknown"
-    elif summary.tokens_per_chunk is not None and summary.tokens_per_chunk > CHUNKED:
-        carried = f"{summary.tokens_per_chunk:.1f} tokens on average"
-        yield f"{at} a chunk carried {carried}: ITL is between chunks, TPOT is by token"
-    if settings.ignore_eos and (stopped := summary.finish_reasons.get("stop", 0)):
-        yield f"{at} {stopped} answers ended before the length asked for, although ignore_eos was sent"
-    if _cached_share(summary) > _expected_share(settings, summary) + CACHED_BY_CHANCE:
-        yield (
-            f"{at} {_cached_share(summary):.0%} of the prompt tokens came from the server's prefix cache: "
-            "it has seen these prompts before; another --seed makes new ones"
-        )
+def _note(
+    summaries: Sequence[PointSummary],
+    applies: Callable[[PointSummary], bool],
+    sentence: Callable[[Sequence[PointSummary]], str],
+) -> str | None:
+    concerned = [summary for summary in summaries if applies(summary)]
+    if not concerned:
+        return None
+    where = "" if len(concerned) == len(summaries) else f"at {_loads(concerned)}: "
+    return where + sentence(concerned)
 
 
-def _client_note(at: str, summary: PointSummary) -> str:
-    client = summary.client
-    lag = "" if client.loop_lag_p99_ms is None else f", its event loop was {client.loop_lag_p99_ms:.1f} ms late (P99)"
+def _loads(summaries: Sequence[PointSummary]) -> str:
+    closed = ", ".join(f"{summary.load:g}" for summary in summaries if summary.mode == "closed")
+    opened = ", ".join(f"{summary.load:g}" for summary in summaries if summary.mode == "open")
+    return " and ".join(([f"concurrency {closed}"] if closed else []) + ([f"{opened} req/s"] if opened else []))
+
+
+NO_USAGE = "the server reports no usage, so output tokens are counted as chunks and prompt lengths are unknown"
+
+
+def is_client_busy(summary: PointSummary) -> bool:
+    return summary.client.cpu_share > BUSY_SHARE
+
+
+def is_client_late(summary: PointSummary) -> bool:
+    """Kept from running, while it asked for little."""
+    return summary.client.limited and not is_client_busy(summary)
+
+
+def _client_busy(summaries: Sequence[PointSummary]) -> str:
+    share = max(summary.client.cpu_share for summary in summaries)
     return (
-        f"{at} the client itself was a bottleneck: it took {client.cpu_share:.0%} of a core{lag}; "
-        "run it on another machine, or read these latencies as upper bounds"
+        f"the client itself was a bottleneck ({share:.0%} of a core): these figures are partly its own; "
+        "run it on another machine, or load the server less"
     )
 
 
-def _cached_share(summary: PointSummary) -> float:
-    if summary.cached_prompt_tokens is None or summary.prompt_tokens is None or not summary.prompt_tokens.total:
-        return 0.0
-    return summary.cached_prompt_tokens / summary.prompt_tokens.total
+def _client_late(summaries: Sequence[PointSummary]) -> str:
+    lag = max(summary.client.loop_lag_p99_ms or 0.0 for summary in summaries)
+    return (
+        f"the client was kept waiting for a CPU, up to {lag:.1f} ms (P99): latencies include that; "
+        "give it a core of its own, or another machine"
+    )
 
 
-def _expected_share(settings: Settings, summary: PointSummary) -> float:
-    if summary.prompt_tokens is None:
-        return 0.0
-    return min(1.0, settings.shared_prefix_tokens / summary.prompt_tokens.mean)
+def _never_reached(summary: PointSummary) -> bool:
+    return summary.mode == "closed" and not summary.unfinished and summary.peak_in_flight < summary.load
+
+
+def _is_chunked(summary: PointSummary) -> bool:
+    per_chunk = summary.tokens_per_chunk
+    return summary.output_tokens_counted and per_chunk is not None and per_chunk > CHUNKED
+
+
+def _chunked(summaries: Sequence[PointSummary]) -> str:
+    most = max(summary.tokens_per_chunk or 0.0 for summary in summaries)
+    return f"a chunk carried up to {most:.2f} tokens on average, so ITL is between chunks; TPOT is by token"
+
+
+def _is_short(settings: Settings, summary: PointSummary) -> bool:
+    return settings.ignore_eos and summary.finish_reasons.get("stop", 0) > 0
+
+
+def _short(summaries: Sequence[PointSummary]) -> str:
+    count = sum(summary.finish_reasons["stop"] for summary in summaries)
+    return f"{count} answers ended before the length asked for, although ignore_eos was sent"
+
+
+def _is_cached(settings: Settings, summary: PointSummary) -> bool:
+    if summary.prompt_tokens is None or summary.cached_prompt_tokens is None:
+        return False
+    expected = min(1.0, settings.shared_prefix_tokens / summary.prompt_tokens.mean)
+    return summary.cached_prompt_tokens / summary.prompt_tokens.total > expected + CACHED_BY_CHANCE
+
+
+def _cached(summaries: Sequence[PointSummary]) -> str:
+    cached = sum(summary.cached_prompt_tokens or 0 for summary in summaries)
+    total = sum(summary.prompt_tokens.total for summary in summaries if summary.prompt_tokens)
+    return (
+        f"{cached / total:.0%} of the prompt tokens came from the server's prefix cache: "
+        "it has seen these prompts before; another --seed makes new ones"
+    )

@@ -13,6 +13,7 @@ from castline.server.bench.results import Distribution, PointSummary, Report
 from castline.server.bench.settings import Mode, Settings
 
 THROUGHPUT, TAIL, MEDIAN = "#1f6f8b", "#c0392b", "#e59866"
+HEADROOM = 1.08
 WIDE_RANGE = 8
 """Loads that span more than this factor get a logarithmic axis."""
 LOAD_LABELS: dict[Mode, str] = {"closed": "concurrency (requests in flight)", "open": "request rate asked for (1/s)"}
@@ -35,7 +36,7 @@ def figure_of(report: Report) -> Figure:
         _throughput_panel(panels[0][column], summaries)
         _latency_panel(panels[1][column], summaries, "time to first token (ms)", lambda s: s.ttft_ms)
         _latency_panel(panels[2][column], summaries, "inter-token latency (ms)", lambda s: s.itl_ms)
-        panels[0][column].set_title("closed loop" if mode == "closed" else "open loop (Poisson arrivals)", fontsize=11)
+        panels[0][column].set_title(f"{mode} loop", fontsize=11)
         panels[2][column].set_xlabel(LOAD_LABELS[mode])
         for row in range(3):
             _dress(panels[row][column], [summary.load for summary in summaries])
@@ -81,8 +82,8 @@ def _annotate(axis: Any, loads: Sequence[float], values: Sequence[float], color:
 def _dress(axis: Any, loads: Sequence[float]) -> None:
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_ylim(bottom=0)
-    axis.margins(x=0.08, y=0.18)
+    axis.margins(x=0.08)
+    axis.set_ylim(0, HEADROOM * axis.get_ylim()[1])
     if max(loads) > WIDE_RANGE * min(loads):
         axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(sorted(set(loads))))

@@ -14,7 +14,7 @@ from castline.server.bench.settings import Mode
 PLAIN_WIDTH = 100
 TITLES: dict[Mode, str] = {
     "closed": "Closed loop: so many requests in flight at all times",
-    "open": "Open loop: requests arrive at so many a second, whatever the server does",
+    "open": "Open loop: so many requests a second, whatever the server does",
 }
 
 
@@ -41,12 +41,12 @@ def print_report(report: Report, stream: TextIO) -> None:
 
 
 def throughput_table(summaries: Sequence[PointSummary], is_terminal: bool) -> Table:
-    """A row for each point."""
+    """A row for each point: rates in 1/s, lengths as mean tokens, ``peak`` the most in flight at once."""
     is_open = summaries[0].mode == "open"
     has_goodput = any(summary.goodput is not None for summary in summaries)
-    columns = ["asked req/s", "offered"] if is_open else ["concurrency"]
-    columns += ["done", "failed", "time s", "req/s", "output tok/s", "total tok/s", "prompt", "output"]
-    columns += ["in flight"] if is_open else []
+    columns = ["rate", "offered"] if is_open else ["concurrency"]
+    columns += ["done", "failed", "seconds", "req/s", "out tok/s", "all tok/s", "prompt", "output"]
+    columns += ["peak"] if is_open else []
     columns += ["goodput"] if has_goodput else []
     table = _table(columns, is_terminal)
     for summary in summaries:
@@ -70,7 +70,7 @@ def throughput_table(summaries: Sequence[PointSummary], is_terminal: bool) -> Ta
 
 def latency_table(summaries: Sequence[PointSummary], is_terminal: bool) -> Table:
     """Four rows for each point."""
-    first = "asked req/s" if summaries[0].mode == "open" else "concurrency"
+    first = "rate" if summaries[0].mode == "open" else "concurrency"
     table = _table([first, "", "mean", "P50", "P90", "P99", "max", "samples"], is_terminal)
     for summary in summaries:
         rows = {"TTFT": summary.ttft_ms, "ITL": summary.itl_ms, "TPOT": summary.tpot_ms, "E2E": summary.e2e_ms}
@@ -83,7 +83,7 @@ def latency_table(summaries: Sequence[PointSummary], is_terminal: bool) -> Table
 def _table(columns: Sequence[str], is_terminal: bool) -> Table:
     table = Table(box=SIMPLE if is_terminal else None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right")
     return table
 
 
