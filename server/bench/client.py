@@ -20,7 +20,6 @@ from castline.server.bench.protocol import (
     RequestSpec,
     Usage,
     encode_body,
-    error_message,
     error_text,
 )
 from castline.server.bench.sse import SseEvent, SseParser
@@ -111,14 +110,16 @@ class StreamReader:
         if event.data == DONE:
             self._is_done = True
             return
+        if event.event == b"error":
+            self.failure = Failure("stream error", error_text(event.data))
+            return
         try:
             chunk = _decode_chunk(event.data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.failure = Failure("malformed", f"an event is not a completion chunk: {error}")
             return
-        if chunk.error is not None or event.event == b"error":
-            what = chunk.error if chunk.error is not None else event.data.decode("utf-8", "replace")
-            self.failure = Failure("stream error", error_message(what))
+        if chunk.is_error:
+            self.failure = Failure("stream error", error_text(event.data))
             return
         if chunk.usage is not None:
             self.usage = chunk.usage

@@ -92,7 +92,7 @@ def _is_short(settings: Settings, summary: PointSummary) -> bool:
 
 def _short(summaries: Sequence[PointSummary]) -> str:
     count = sum(summary.finish_reasons["stop"] for summary in summaries)
-    return f"{count} answers ended before the length asked for, although ignore_eos was sent"
+    return f"{count} answer(s) ended before the length asked for, although ignore_eos was sent"
 
 
 def _is_cached(settings: Settings, summary: PointSummary) -> bool:

@@ -78,6 +78,12 @@ class Chunk(msgspec.Struct):
     choices: list[Choice] = []
     usage: Usage | None = None
     error: Any = None
+    object: str | None = None
+
+    @property
+    def is_error(self) -> bool:
+        """An error in the place of a chunk: OpenAI's shape, or the bare one of some servers."""
+        return self.error is not None or self.object == "error"
 
 
 class ModelCard(msgspec.Struct):
