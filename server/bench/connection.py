@@ -64,9 +64,12 @@ class Connection(asyncio.Protocol):
         self._on_body: OnBody | None = None
         self._done: asyncio.Future[int] | None = None
         self._status = 0
+        self._says_length = False
         self._ends_with_connection = False
         self.reusable = False
         """The last exchange ended cleanly, and the server has not closed the connection since."""
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the connection is gone."""
 
     async def exchange(self, request: bytes, on_body: OnBody) -> int:
         """Sends one request and returns its status once the body is complete. Raises Disconnected."""
@@ -99,6 +102,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.reusable = False
+        self.closed.set_result(None)
         if self._ends_with_connection and error is None and self._done is not None and not self._done.done():
             self._done.set_result(self._status)
         else:
@@ -109,14 +113,15 @@ class Connection(asyncio.Protocol):
             self._done.set_exception(Disconnected(message))
 
     def on_message_begin(self) -> None:
-        self._ends_with_connection = True
+        self._ends_with_connection = self._says_length = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
-            self._ends_with_connection = False
+            self._says_length = True
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
+        self._ends_with_connection = not self._says_length
 
     def on_body(self, body: bytes) -> None:
         if self._on_body is not None:

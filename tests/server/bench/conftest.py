@@ -25,7 +25,8 @@ class ScriptedServer:
     """Answers completions with words, and does as ``behave`` says for each measured request (counted from 0)."""
 
     def __init__(self) -> None:
-        self._socket = socket.socket()
+        # The protocol is named, or asyncio leaves Nagle on and small frames wait 40 ms for an acknowledgement.
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen(256)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"

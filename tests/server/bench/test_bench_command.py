@@ -63,7 +63,7 @@ def test_sweep(server: Any, bench: Bench, tmp_path: Path) -> None:
 def test_closed_loop_reaches_its_concurrency(server: Any, bench: Bench, tmp_path: Path) -> None:
     """The server answers nobody until 4 requests are there: fewer in flight would hang, and time out as failures."""
     server.release_at = 4
-    result = bench("--concurrency", "4", "--num-requests", "12", "--timeout", "60")
+    result = bench("--concurrency", "4", "--num-requests", "12", "--timeout", "20")
     assert result.exit_code == 0, result.output
     assert (points(tmp_path)[0]["completed"], points(tmp_path)[0]["peak_in_flight"]) == (12, 4)
 
@@ -71,7 +71,7 @@ def test_closed_loop_reaches_its_concurrency(server: Any, bench: Bench, tmp_path
 def test_open_loop_starts_whatever_the_server_does(server: Any, bench: Bench, tmp_path: Path) -> None:
     """Coordinated omission, end to end: the server answers only when the last of 20 requests has arrived."""
     server.release_at = 20
-    result = bench("--rate", "400", "--num-requests", "20", "--timeout", "60")
+    result = bench("--rate", "400", "--num-requests", "20", "--timeout", "20")
     assert result.exit_code == 0, result.output
     (point,) = points(tmp_path)
     assert (point["completed"], point["peak_in_flight"]) == (20, 20)
