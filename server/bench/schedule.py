@@ -20,9 +20,10 @@ def arrivals(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
 def schedule(
     rate: float, burstiness: float, rng: Random, *, num_requests: int | None, duration_s: float | None
 ) -> list[float]:
-    """The arrivals of one point: the first *num_requests*, or those before *duration_s*."""
+    """The arrivals of one point: the first *num_requests*, or those before *duration_s*, and the first at least."""
     times = arrivals(rate, burstiness, rng)
     if num_requests is not None:
         return [next(times) for _ in range(num_requests)]
     assert duration_s is not None
-    return list(takewhile(lambda at: at < duration_s, times))
+    first = next(times)
+    return [first, *takewhile(lambda at: at < duration_s, times)]

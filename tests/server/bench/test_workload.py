@@ -129,6 +129,11 @@ def test_schedule_of_a_duration() -> None:
     assert timed[-1] < 5.0 <= counted[-1]
 
 
+def test_schedule_is_never_empty() -> None:
+    """A rate too low for the duration still measures one request, rather than report a server that answered none."""
+    assert len(schedule(0.01, 1.0, Random(2), num_requests=None, duration_s=0.1)) == 1
+
+
 def test_points_of_a_run() -> None:
     """Defaults scale with the load; an explicit count or duration goes for every point."""
     assert [p.load for p in Settings().points()] == [1, 4, 8, 16]
