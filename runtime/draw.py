@@ -6,6 +6,7 @@ prefix of the tokens in order of likelihood, so only the head of the vocabulary 
 widened when too short.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,7 @@ def draw(logits: Logits, peak: Logits, choice: Choice) -> NDArray[np.int64]:
     return tokens
 
 
-def take_rows(logits: Logits, rows: NDArray[np.int64]) -> Logits:
+def take_rows(logits: Logits, rows: Sequence[int] | NDArray[np.int64]) -> Logits:
     """Some rows, each at most once and in order; copied unless they are all."""
     return logits if len(rows) == len(logits) else logits[rows]
 

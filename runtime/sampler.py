@@ -64,22 +64,21 @@ class Sampler:
         self._sequences.pop(seq_key, None)
 
     def sample(self, logits: NDArray[np.float32], seq_keys: Sequence[int]) -> SampleResult:
-        """Chooses and records the next token of each sequence from its row of *logits* [rows, vocabulary], which is
-        only read.
+        """Chooses and records the next token of each sequence from its row of *logits* [rows, vocabulary].
 
-        Raises BrokenLogits, having recorded nothing, if any row has no token to choose.
+        The logits are only read. Raises BrokenLogits, having recorded nothing, if any row has no token to choose.
         """
         assert logits.shape == (len(seq_keys), self._vocab_size), (logits.shape, len(seq_keys), self._vocab_size)
         sequences = [self._sequences[key] for key in seq_keys]
         tokens = logits.argmax(axis=1)
         self._check(logits, tokens, seq_keys, "the step gave NaN or infinite logits")
 
-        edits = np.array([seq.edits.active(seq.num_generated) for seq in sequences], dtype=bool)
-        draws = np.array([not seq.params.greedy for seq in sequences], dtype=bool)
-        plain, edited = np.flatnonzero(draws & ~edits), np.flatnonzero(edits)
-        if plain.size:
+        edited = [row for row, seq in enumerate(sequences) if seq.edits.active(seq.num_generated)]
+        drawn = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
+        plain = sorted(set(drawn).difference(edited))
+        if plain:
             tokens[plain] = _draw(take_rows(logits, plain), tokens[plain], [sequences[row] for row in plain])
-        if edited.size:
+        if edited:
             tokens[edited] = self._sample_edited(logits[edited], [seq_keys[row] for row in edited])
 
         logprobs = _logprobs(logits, tokens, sequences)
@@ -93,10 +92,10 @@ class Sampler:
         sequences = [self._sequences[key] for key in seq_keys]
         for row, seq in zip(logits, sequences, strict=True):
             seq.edits.apply(row, seq.num_generated)
-        tokens = logits.argmax(axis=1)
+        tokens: NDArray[np.int64] = logits.argmax(axis=1)
         self._check(logits, tokens, seq_keys, "logit_bias and min_tokens leave no token to choose")
-        drawn = np.flatnonzero([not seq.params.greedy for seq in sequences])
-        if drawn.size:
+        drawn = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
+        if drawn:
             tokens[drawn] = _draw(take_rows(logits, drawn), tokens[drawn], [sequences[row] for row in drawn])
         return tokens
 
@@ -136,8 +135,8 @@ def _logprobs(
 ) -> list[TokenLogprobs | None]:
     """Of the raw logits, for the rows that asked."""
     result: list[TokenLogprobs | None] = [None] * len(sequences)
-    wanted = np.flatnonzero([seq.params.logprobs is not None for seq in sequences])
-    if wanted.size:
+    wanted = [row for row, seq in enumerate(sequences) if seq.params.logprobs is not None]
+    if wanted:
         num_top = [sequences[row].params.logprobs or 0 for row in wanted]
         entries = token_logprobs(take_rows(logits, wanted), tokens[wanted].tolist(), num_top)
         for row, entry in zip(wanted, entries, strict=True):
