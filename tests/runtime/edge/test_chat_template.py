@@ -100,7 +100,7 @@ def test_no_template_is_refused_with_the_cure(backends: dict[str, Backend]) -> N
     """C44: completions still works, and the message says so."""
     tokenizer = Tokenizer(backends["byte_level"], special_tokens=TOKENS)
     assert not tokenizer.has_chat_template
-    with pytest.raises(RequestError, match="no chat template.*completions API.*chat_template.jinja") as caught:
+    with pytest.raises(RequestError, match=r"no chat template.*completions API.*chat_template\.jinja") as caught:
         tokenizer.render_chat(USER)
     assert caught.value.code is ErrorCode.UNSUPPORTED
 

@@ -73,7 +73,7 @@ def test_bos_is_added_once_to_an_empty_prompt(tokenizers_by_kind: dict[str, Toke
 @pytest.mark.parametrize("text", ["a\ud800", "\udfff", "x" * 10 + "\udc00y"])
 def test_lone_surrogates_are_the_requests_error(tokenizer: Tokenizer, text: str) -> None:
     """JSON can smuggle in half a surrogate pair; the library's TypeError would be a 500."""
-    with pytest.raises(RequestError, match="surrogate U\\+D") as caught:
+    with pytest.raises(RequestError, match=r"surrogate U\+D") as caught:
         tokenizer.encode(text)
     assert caught.value.field == "prompt"
 
@@ -112,7 +112,7 @@ def test_a_decoder_that_needs_neighbours_is_refused_at_load(decoder: decoders.De
     """Such tokens have no bytes of their own; guessing would garble every streamed text."""
     backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
     backend.decoder = decoder
-    with pytest.raises(EngineError, match="decoder step .* is not supported"):
+    with pytest.raises(EngineError, match=r"decoder step .* is not supported"):
         Tokenizer(backend)
 
 
