@@ -54,7 +54,7 @@ def test_memory_without_limits_is_what_the_machine_has(machine: Path) -> None:
 
 
 def test_memory_is_cut_to_an_enclosing_group_and_counts_its_page_cache(machine: Path) -> None:
-    """Planning for the machine's 16 GiB in a 4 GiB container gets the process killed; the limit may be an ancestor's."""
+    """Planning for the machine's 16 GiB in a 4 GiB container gets the process killed; an ancestor may set the limit."""
     write(machine / "cgroup/pod/app/memory.max", "max\n")
     write(machine / "cgroup/pod/app/memory.current", f"{GIB}\n")
     write(machine / "cgroup/pod/memory.max", f"{4 * GIB}\n")
