@@ -11,8 +11,9 @@ Logits = NDArray[np.float32]
 def log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
     """Log probabilities over the last axis, in float64."""
     shifted = logits.astype(np.float64)
-    shifted -= shifted.max(axis=-1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    with np.errstate(invalid="ignore"):  # of infinite logits: the NaN is the answer
+        shifted -= shifted.max(axis=-1, keepdims=True)
+        shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return shifted
 
 

@@ -71,9 +71,7 @@ def replay(
         turn += 1
 
 
-def step_of(
-    tracks: Sequence[Track], rows: Sequence[Rows], block_size: int, *, last_only: bool = False
-) -> StepTensors:
+def step_of(tracks: Sequence[Track], rows: Sequence[Rows], block_size: int, *, last_only: bool = False) -> StepTensors:
     """The packed tensors of one step; logits of all its tokens, or of each sequence's last."""
     positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
     table = np.zeros((len(rows), max(len(tracks[row.sequence].blocks) for row in rows)), np.int32)
