@@ -217,15 +217,15 @@ class _Tuner:
 
 def _steps_for(attribute: str, max_model_len: int) -> tuple[AttentionStep, ...]:
     """The steps on which an attribute can matter, cut to the engine's longest sequence."""
-    matters = {
-        "block_size": lambda step: True,
-        "query_tile": lambda step: step.query_len > 1,
-        "kv_split": lambda step: step.query_len == 1,
-    }[attribute]
+    if attribute == "query_tile":
+        steps = [step for step in ATTENTION_STEPS if step.query_len > 1]
+    elif attribute == "kv_split":
+        steps = [step for step in ATTENTION_STEPS if step.query_len == 1]
+    else:
+        steps = list(ATTENTION_STEPS)
     return tuple(
         replace(step, query_len=min(step.query_len, max_model_len), kv_len=min(step.kv_len, max_model_len))
-        for step in ATTENTION_STEPS
-        if matters(step)
+        for step in steps
     )
 
 

@@ -5,7 +5,7 @@ The fastest of several runs is kept: noise only ever adds time. Sizes are in ele
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnxruntime as ort
@@ -25,8 +25,10 @@ CASE_SECONDS = 0.04
 """Time spent on one case once MIN_RUNS are done."""
 
 Feeds = dict[str, NDArray[Any]]
+Inputs = dict[str, tuple[int, list[str | int]]]
+"""Graph inputs: name → (element type, shape)."""
 
-_KV_DTYPES: dict[int, KvDtype] = {int(code): name for name, code in KV_DTYPE_CODES.items()}
+_KV_DTYPES: dict[int, KvDtype] = {int(KV_DTYPE_CODES[name]): name for name in get_args(KvDtype)}
 
 
 class OrtBench:
@@ -124,9 +126,11 @@ def attention_model(case: AttentionCase) -> ModelProto:
     """One attention node, pool and metadata as graph inputs."""
     a = case.attributes
     heads = a.num_heads + 2 * a.num_kv_heads
-    rope = {"cos": (TensorProto.FLOAT, ["T", "r"]), "sin": (TensorProto.FLOAT, ["T", "r"])} if a.rotary_dim else {}
-    norm = {"q_norm": (TensorProto.FLOAT, ["q"]), "k_norm": (TensorProto.FLOAT, ["k"])} if a.qk_norm else {}
-    inputs: dict[str, tuple[int, list[str | int]]] = {
+    rope: Inputs = (
+        {"cos": (TensorProto.FLOAT, ["T", "r"]), "sin": (TensorProto.FLOAT, ["T", "r"])} if a.rotary_dim else {}
+    )
+    norm: Inputs = {"q_norm": (TensorProto.FLOAT, ["q"]), "k_norm": (TensorProto.FLOAT, ["k"])} if a.qk_norm else {}
+    inputs: Inputs = {
         "qkv": (TensorProto.FLOAT, ["T", heads * a.head_dim]),
         **rope,
         **norm,
@@ -192,7 +196,7 @@ def _weights(k: int, n: int, kernel: MatmulKernel, random: np.random.Generator) 
 
 def _one_node_model(
     node: NodeProto,
-    inputs: dict[str, tuple[int, list[str | int]]],
+    inputs: Inputs,
     output_shape: list[str | int],
     weights: Feeds,
 ) -> ModelProto:

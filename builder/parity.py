@@ -10,7 +10,7 @@ Logits = NDArray[np.float32]
 
 def log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
     """Log probabilities over the last axis, in float64."""
-    shifted = logits.astype(np.float64)
+    shifted: NDArray[np.float64] = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):  # of infinite logits: the NaN is the answer
         shifted -= shifted.max(axis=-1, keepdims=True)
         shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -19,8 +19,8 @@ def log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
 
 def kl_divergence(reference: NDArray[np.float64], engine: NDArray[np.float64]) -> NDArray[np.float64]:
     """KL(reference ‖ engine) of each row of two [rows, vocabulary] arrays of log probabilities; never below 0."""
-    terms = np.exp(reference) * (reference - engine)
-    return np.maximum(terms.sum(axis=-1), 0.0)
+    divergence: NDArray[np.float64] = (np.exp(reference) * (reference - engine)).sum(axis=-1)
+    return np.maximum(divergence, 0.0)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,8 @@ Ink becomes ``currentColor``, so that the page's theme colours text and axes; th
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -66,9 +68,7 @@ def draw_fusions(names: Sequence[str], nodes: Sequence[int]) -> str:
 
     def draw(axes: Axes) -> None:
         labels = ["exported", *names]
-        colors = [MUTED] + [
-            ACCENT if after < before else MUTED for before, after in zip(nodes, nodes[1:], strict=False)
-        ]
+        colors = [MUTED] + [ACCENT if after < before else MUTED for before, after in pairwise(nodes)]
         axes.bar(labels, nodes, 0.6, color=colors)
         for place, count in enumerate(nodes):
             axes.text(place, count, f"{count:,}", ha="center", va="bottom", fontsize=8, color=INK)
@@ -146,7 +146,7 @@ def _svg(name: str, draw: Callable[[Axes], None], height: float) -> str:
     return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
-def _legend(axes: Axes, place: str) -> None:
+def _legend(axes: Axes, place: Literal["upper left", "lower right"]) -> None:
     axes.legend(loc=place, frameon=False, fontsize=8)
 
 
@@ -154,7 +154,7 @@ def _step(step: str) -> str:
     return f"{step} rows" if step.isdigit() else step
 
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9,

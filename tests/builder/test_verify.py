@@ -131,7 +131,7 @@ def test_replay_gives_every_token_its_own_context(limits: dict[str, int]) -> Non
 
 
 def test_replay_mixes_prefill_and_decode() -> None:
-    """Parity must be measured where serving lives: steps with chunks and single tokens together, chunks inside blocks."""
+    """Parity is measured where serving lives: chunks and single tokens in one step, chunk borders inside blocks."""
     case = toy_case()
     tracks = make_tracks(case.passages, BLOCK_SIZE)
     steps = [tensors for tensors, _ in replay(tracks, BLOCK_SIZE, 256, 16)]
