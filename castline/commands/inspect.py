@@ -7,7 +7,7 @@ import click
 
 from castline.engines.bundle import find_bundle
 from castline.engines.capacity import kv_block_bytes
-from castline.engines.check import check_files, verify_files
+from castline.engines.check import verify_files
 from castline.engines.manifest import MANIFEST_NAME, Manifest, Parity, read_manifest
 
 Section = tuple[str, list[tuple[str, str]]]
@@ -29,8 +29,6 @@ def command(path: Path, model: str | None, version: int | None, as_json: bool, v
     manifest = read_manifest(bundle)
     if verify:
         verify_files(bundle, manifest)
-    else:
-        check_files(bundle, manifest)
     if as_json:
         click.echo((bundle / MANIFEST_NAME).read_text(encoding="utf-8"), nl=False)
         return
