@@ -5,19 +5,28 @@ The fastest of several runs is kept: noise only ever adds time. Sizes are in ele
 
 import time
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import TensorProto, helper
 
 from castline.builder.recipes import MatmulKernel
 from castline.builder.tuning_cache import TuningCache
 from castline.builder.tuning_cases import AttentionCase, Bench, MatmulCase
-from castline.engines.capacity import blocks_for, kv_block_bytes
-from castline.engines.manifest import KvDtype
-from castline.plugins.contract import DOMAIN, KV_DTYPE_CODES, OPSET_VERSION, PAGED_ATTENTION, QkNorm
+from castline.engines.capacity import blocks_for
+from castline.plugins.contract import BLOCK_TABLE, CU_QUERY_LENS, KV_LENS, SLOT_MAPPING, QkNorm, kv_pool_name
+from castline.plugins.cpu.node_model import (
+    COS,
+    K_NORM_WEIGHT,
+    Q_NORM_WEIGHT,
+    QKV,
+    SIN,
+    block_bytes,
+    node_inputs,
+    serialise_node_model,
+)
 
 MIN_RUNS = 3
 MAX_RUNS = 200
@@ -25,10 +34,6 @@ CASE_SECONDS = 0.04
 """Time spent on one case once MIN_RUNS are done."""
 
 Feeds = dict[str, NDArray[Any]]
-Inputs = dict[str, tuple[int, list[str | int]]]
-"""Graph inputs: name → (element type, shape)."""
-
-_KV_DTYPES: dict[int, KvDtype] = {int(KV_DTYPE_CODES[name]): name for name in get_args(KvDtype)}
 
 
 class OrtBench:
@@ -50,14 +55,14 @@ class OrtBench:
         return time_session(self._matmul_session, {"x": rows})
 
     def attention(self, case: AttentionCase) -> float:
-        session = self._session(attention_model(case), case.threads, {})
+        session = self._session(serialise_node_model(case.attributes), case.threads, {})
         return time_session(session, attention_feeds(case, self._random))
 
-    def _session(self, model: ModelProto, threads: int, weights: Feeds) -> ort.InferenceSession:
+    def _session(self, model: bytes, threads: int, weights: Feeds) -> ort.InferenceSession:
         options = self._session_options(threads)
         values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
         options.add_external_initializers(list(weights), values)
-        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 class CachedBench:
@@ -102,7 +107,7 @@ def time_session(session: ort.InferenceSession, feeds: Feeds) -> float:
     return best * 1e6
 
 
-def matmul_model(k: int, n: int, kernel: MatmulKernel, random: np.random.Generator) -> tuple[ModelProto, Feeds]:
+def matmul_model(k: int, n: int, kernel: MatmulKernel, random: np.random.Generator) -> tuple[bytes, Feeds]:
     """``y [M, n] = x [M, k] @ W`` with random weights of the kernel's format."""
     weights = _weights(k, n, kernel, random)
     if kernel.bits == 32:
@@ -119,32 +124,15 @@ def matmul_model(k: int, n: int, kernel: MatmulKernel, random: np.random.Generat
             block_size=kernel.block,
             accuracy_level=kernel.accuracy_level,
         )
-    return _one_node_model(node, {"x": (TensorProto.FLOAT, ["M", k])}, ["M", n], weights), weights
-
-
-def attention_model(case: AttentionCase) -> ModelProto:
-    """One attention node, pool and metadata as graph inputs."""
-    a = case.attributes
-    heads = a.num_heads + 2 * a.num_kv_heads
-    rope: Inputs = (
-        {"cos": (TensorProto.FLOAT, ["T", "r"]), "sin": (TensorProto.FLOAT, ["T", "r"])} if a.rotary_dim else {}
+    graph = helper.make_graph(
+        [node],
+        "matmul",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["M", k])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["M", n])],
+        [_external(name, array) for name, array in weights.items()],
     )
-    norm: Inputs = {"q_norm": (TensorProto.FLOAT, ["q"]), "k_norm": (TensorProto.FLOAT, ["k"])} if a.qk_norm else {}
-    inputs: Inputs = {
-        "qkv": (TensorProto.FLOAT, ["T", heads * a.head_dim]),
-        **rope,
-        **norm,
-        "kv_pool": (TensorProto.UINT8, ["blocks", "block_bytes"]),
-        "slot_mapping": (TensorProto.INT32, ["T"]),
-        "cu_query_lens": (TensorProto.INT32, ["B1"]),
-        "kv_lens": (TensorProto.INT32, ["B"]),
-        "block_table": (TensorProto.INT32, ["B", "M"]),
-    }
-    order = ["qkv", "cos", "sin", "q_norm", "k_norm", "kv_pool", "slot_mapping", "cu_query_lens", "kv_lens"]
-    names = [name if name in inputs else "" for name in (*order, "block_table")]
-    attributes = {field: getattr(a, field) for field in a.__dataclass_fields__}
-    node = helper.make_node(PAGED_ATTENTION, names, ["y"], domain=DOMAIN, **attributes)
-    return _one_node_model(node, inputs, ["T", a.num_heads * a.head_dim], {})
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString(), weights
 
 
 def attention_feeds(case: AttentionCase, random: np.random.Generator) -> Feeds:
@@ -155,30 +143,21 @@ def attention_feeds(case: AttentionCase, random: np.random.Generator) -> Feeds:
     table = random.permutation(case.batch * blocks).reshape(case.batch, blocks).astype(np.int32)
     positions = np.arange(case.kv_len - case.query_len, case.kv_len)
     slots = table[:, positions // a.block_size] * a.block_size + positions % a.block_size
-    width = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    block_bytes = kv_block_bytes(a.num_kv_heads, a.head_dim, a.block_size, _KV_DTYPES[a.kv_dtype])
-    q_norm, k_norm = _norm_sizes(case)
+    angles = random.standard_normal((tokens, a.rotary_dim // 2), np.float32)
+    q_norm, k_norm = (1, 1) if a.qk_norm == QkNorm.PER_HEAD else (a.num_heads, a.num_kv_heads)
     feeds: Feeds = {
-        "qkv": random.standard_normal((tokens, width), np.float32),
-        "kv_pool": np.zeros((case.batch * blocks, block_bytes), np.uint8),
-        "slot_mapping": slots.reshape(-1).astype(np.int32),
-        "cu_query_lens": np.arange(0, tokens + 1, case.query_len, dtype=np.int32),
-        "kv_lens": np.full(case.batch, case.kv_len, np.int32),
-        "block_table": table,
+        QKV: random.standard_normal((tokens, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim), np.float32),
+        COS: np.cos(angles),
+        SIN: np.sin(angles),
+        Q_NORM_WEIGHT: np.ones(q_norm * a.head_dim, np.float32),
+        K_NORM_WEIGHT: np.ones(k_norm * a.head_dim, np.float32),
+        kv_pool_name(0): np.zeros((case.batch * blocks, block_bytes(a)), np.uint8),
+        SLOT_MAPPING: slots.reshape(-1).astype(np.int32),
+        CU_QUERY_LENS: np.arange(0, tokens + 1, case.query_len, dtype=np.int32),
+        KV_LENS: np.full(case.batch, case.kv_len, np.int32),
+        BLOCK_TABLE: table,
     }
-    if a.rotary_dim:
-        angles = random.standard_normal((tokens, a.rotary_dim // 2), np.float32)
-        feeds |= {"cos": np.cos(angles), "sin": np.sin(angles)}
-    if a.qk_norm:
-        feeds |= {"q_norm": np.ones(q_norm, np.float32), "k_norm": np.ones(k_norm, np.float32)}
-    return feeds
-
-
-def _norm_sizes(case: AttentionCase) -> tuple[int, int]:
-    a = case.attributes
-    if a.qk_norm == QkNorm.FULL:
-        return a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    return a.head_dim, a.head_dim
+    return {name: feeds[name] for name in node_inputs(a) if name}
 
 
 def _weights(k: int, n: int, kernel: MatmulKernel, random: np.random.Generator) -> Feeds:
@@ -194,26 +173,8 @@ def _weights(k: int, n: int, kernel: MatmulKernel, random: np.random.Generator) 
     return weights
 
 
-def _one_node_model(
-    node: NodeProto,
-    inputs: Inputs,
-    output_shape: list[str | int],
-    weights: Feeds,
-) -> ModelProto:
-    """Weights are declared as external, and handed over by pointer when the session is made."""
-    graph = helper.make_graph(
-        [node],
-        "one_node",
-        [helper.make_tensor_value_info(name, dtype, shape) for name, (dtype, shape) in inputs.items()],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, output_shape)],
-        [_external(name, array) for name, array in weights.items()],
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    opsets.append(helper.make_opsetid(DOMAIN, OPSET_VERSION))
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
-
-
 def _external(name: str, array: NDArray[Any]) -> TensorProto:
+    """Declares a weight that is handed over by pointer when the session is made."""
     tensor = TensorProto(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="memory")

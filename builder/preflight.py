@@ -22,8 +22,8 @@ def check_output(output: Path, name: str | None, version: int | None) -> None:
         raise BuildError(f"bundle: --output {output}: {ancestor} is not writable; choose another --output")
     if name is not None and version is not None and (output / name / str(version)).exists():
         raise BuildError(
-            f"bundle: {output / name / str(version)} exists and is never overwritten: remove it, or leave out --version "
-            "for the next free one"
+            f"bundle: {output / name / str(version)} exists and is never overwritten: remove it, or leave out "
+            "--version for the next free one"
         )
 
 
@@ -33,8 +33,9 @@ def check_disk(output: Path, facts: ModelFacts, recipe: Recipe) -> None:
     free = shutil.disk_usage(_nearest_existing(output)).free
     if needed > free:
         raise BuildError(
-            f"bundle: an engine of {facts.num_parameters / 1e6:,.0f} M parameters with recipe {recipe.name} takes about "
-            f"{needed / 2**30:.1f} GiB, and {output} has {free / 2**30:.1f} GiB free; free some, or choose another --output"
+            f"bundle: an engine of {facts.num_parameters / 1e6:,.0f} M parameters with recipe {recipe.name} takes "
+            f"about {needed / 2**30:.1f} GiB, and {output} has {free / 2**30:.1f} GiB free; free some, or choose "
+            "another --output"
         )
 
 

@@ -22,7 +22,7 @@ from castline.builder.recipes import RECIPES
 from castline.builder.tuning_cache import TuningCache, TuningEnvironment, default_cache_dir
 from castline.builder.tuning_cases import AttentionCase, MatmulCase
 from castline.engines.manifest import Host
-from castline.plugins.contract import AttentionAttributes, KvDtypeCode
+from castline.plugins.contract import AttentionAttributes, KvDtypeCode, kv_pool_name
 
 ATTENTION = AttentionAttributes(
     layer=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, block_size=32, kv_dtype=KvDtypeCode.INT8
@@ -276,7 +276,7 @@ def test_matmul_model_computes_its_shape() -> None:
     model, weights = matmul_model(8, 5, kernel, np.random.default_rng(0))
     options = _options(1)
     options.add_external_initializers(list(weights), [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()])
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     x = np.random.default_rng(1).standard_normal((3, 8), np.float32)
     np.testing.assert_allclose(session.run(None, {"x": x})[0], x @ weights["w"], rtol=1e-5, atol=1e-5)
 
@@ -293,4 +293,4 @@ def test_attention_feeds_keep_the_step_contract() -> None:
         assert set((slots[row] // 32).tolist()) <= set(table[row].tolist())
     assert feeds["cu_query_lens"].tolist() == [0, 5, 10, 15]
     assert feeds["kv_lens"].tolist() == [70, 70, 70]
-    assert feeds["kv_pool"].shape[0] == 9
+    assert feeds[kv_pool_name(0)].shape[0] == 9
