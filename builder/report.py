@@ -7,6 +7,7 @@ from importlib.resources import files
 import jinja2
 
 from castline.builder import plots
+from castline.builder.passes.pipeline import PassReport
 from castline.builder.plots import TimingRow
 from castline.builder.progress import StageRecord
 from castline.engines.capacity import kv_block_bytes, plan_kv
@@ -17,21 +18,11 @@ POOL_SIZES_GIB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 @dataclass(frozen=True, slots=True)
-class FusionCount:
-    """One pass: what it rewrote, and the graph's nodes before and after."""
-
-    name: str
-    changes: int
-    nodes_before: int
-    nodes_after: int
-
-
-@dataclass(frozen=True, slots=True)
 class ReportFacts:
     """What the report shows beyond the manifest."""
 
     stages: Sequence[StageRecord]
-    fusions: Sequence[FusionCount]
+    fusions: Sequence[PassReport]
     operators: Mapping[str, tuple[int, int]]
     """Operator → nodes of it in the exported graph, and in the lowered one."""
     sizes: Mapping[str, tuple[int, int]]
@@ -102,7 +93,7 @@ def _memory_rows(manifest: Manifest) -> list[tuple[float, int, int, float]]:
 def _plots(manifest: Manifest, facts: ReportFacts, timings: Sequence[TimingRow]) -> dict[str, str]:
     drawn = {"sizes": plots.draw_sizes(facts.sizes), "stages": plots.draw_stages(facts.stages)}
     if facts.fusions:
-        nodes = [facts.fusions[0].nodes_before, *(fusion.nodes_after for fusion in facts.fusions)]
+        nodes = [facts.fusions[0].before, *(fusion.after for fusion in facts.fusions)]
         drawn["fusions"] = plots.draw_fusions([fusion.name for fusion in facts.fusions], nodes)
     if timings:
         drawn["tuning"] = plots.draw_tuning(timings)

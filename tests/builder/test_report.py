@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from castline.builder.passes.pipeline import PassReport
 from castline.builder.progress import BuildLog, StageRecord
-from castline.builder.report import FusionCount, ReportFacts, render_report, timing_rows
+from castline.builder.report import ReportFacts, render_report, timing_rows
 from castline.commands.inspect import command as inspect_command
 from castline.engines.bundle import write_bundle
 from castline.engines.errors import EngineError
@@ -47,7 +48,7 @@ MANIFEST = Manifest(
 )
 FACTS = ReportFacts(
     stages=[StageRecord("export", "100 nodes", 1.5), StageRecord("fuse", "100 → 40 nodes", 0.1)],
-    fusions=[FusionCount("merge-qkv", 2, 100, 80), FusionCount("fuse-norm", 4, 80, 40)],
+    fusions=[PassReport("merge-qkv", 100, 80, 2), PassReport("fuse-norm", 80, 40, 4)],
     operators={"MatMul": (14, 0), "MatMulNBits": (0, 9)},
     sizes={"embedding": (65536, 16384), "mlp": (400_000, 110_000)},
     kl=(0.01, 0.0, 0.5),
