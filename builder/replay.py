@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from castline.engines.capacity import blocks_for
+from castline.engines.manifest import Limits
 from castline.plugins.contract import StepTensors
 
 CHUNK_SIZES = (7, 1, 33, 16, 1, 64, 3, 48)
@@ -51,21 +52,19 @@ def blocks_needed(sequences: Sequence[Sequence[int]], block_size: int, reserve: 
     return sum(blocks_for(len(tokens) + reserve, block_size) for tokens in sequences)
 
 
-def replay(
-    tracks: Sequence[Track], block_size: int, max_batched_tokens: int, max_seqs: int
-) -> Iterator[tuple[StepTensors, list[Rows]]]:
+def replay(tracks: Sequence[Track], limits: Limits) -> Iterator[tuple[StepTensors, list[Rows]]]:
     """Steps that feed every track to its end, all logits wanted; within the engine's limits on a step."""
     turn = 0
     while any(track.num_computed < len(track.tokens) for track in tracks):
         rows: list[Rows] = []
-        budget = max_batched_tokens
+        budget = limits.max_num_batched_tokens
         for index, track in enumerate(tracks):
             size = CHUNK_SIZES[(turn + 3 * index) % len(CHUNK_SIZES)]
             size = min(size, len(track.tokens) - track.num_computed, budget)
-            if size and len(rows) < max_seqs:
+            if size and len(rows) < limits.max_num_seqs:
                 rows.append(Rows(index, track.num_computed, track.num_computed + size))
                 budget -= size
-        yield step_of(tracks, rows, block_size), rows
+        yield step_of(tracks, rows, limits.block_size), rows
         for row in rows:
             tracks[row.sequence].num_computed = row.stop
         turn += 1

@@ -17,7 +17,7 @@ from castline.builder.parity import Comparison
 from castline.builder.recipes import Tolerance
 from castline.builder.replay import Rows, Track, blocks_needed, make_tracks, replay, step_of
 from castline.engines.errors import BuildError
-from castline.engines.manifest import Parity
+from castline.engines.manifest import Limits, Parity
 from castline.plugins.contract import StepTensors
 
 PASSAGE_SEPARATOR = "\n%%\n"
@@ -87,10 +87,7 @@ def measure(
     case: VerifyCase,
     engine: Engine,
     reference: Reference,
-    *,
-    block_size: int,
-    max_batched_tokens: int,
-    max_seqs: int,
+    limits: Limits,
     advance: Callable[[], None] = lambda: None,
 ) -> tuple[Comparison, float]:
     """Comparison over the passages, and the share of greedy tokens that match; *advance* after each sequence."""
@@ -99,8 +96,8 @@ def measure(
         expected.append(reference(passage))
         advance()
     comparison = Comparison()
-    tracks = make_tracks(case.passages, block_size)
-    for tensors, rows in replay(tracks, block_size, max_batched_tokens, max_seqs):
+    tracks = make_tracks(case.passages, limits.block_size)
+    for tensors, rows in replay(tracks, limits):
         logits = engine.step(tensors)
         first = 0
         for row in rows:
@@ -109,7 +106,7 @@ def measure(
             comparison.add(expected[row.sequence][row.start : row.stop], logits[first : first + size], targets)
             first += size
     del expected
-    return comparison, _greedy_match(case, engine, reference, block_size, max_seqs, advance)
+    return comparison, _greedy_match(case, engine, reference, limits, advance)
 
 
 def judge(comparison: Comparison, greedy_match: float, tolerance: Tolerance) -> ParityReport:
@@ -156,8 +153,7 @@ def _greedy_match(
     case: VerifyCase,
     engine: Engine,
     reference: Reference,
-    block_size: int,
-    max_seqs: int,
+    limits: Limits,
     advance: Callable[[], None],
 ) -> float:
     """Share of the engine's greedy tokens that the reference would have chosen too, up to each first difference.
@@ -166,10 +162,11 @@ def _greedy_match(
     tells what it would have said; tokens after the first difference count as different.
     """
     matched = 0
-    for start in range(0, len(case.prompts), max_seqs):
-        tracks = make_tracks(case.prompts[start : start + max_seqs], block_size, reserve=case.greedy_tokens)
-        _continue_greedily(tracks, engine, block_size, case.greedy_tokens)
-        for track, prompt in zip(tracks, case.prompts[start:], strict=False):
+    for start in range(0, len(case.prompts), limits.max_num_seqs):
+        group = case.prompts[start : start + limits.max_num_seqs]
+        tracks = make_tracks(group, limits.block_size, reserve=case.greedy_tokens)
+        _continue_greedily(tracks, engine, limits.block_size, case.greedy_tokens)
+        for track, prompt in zip(tracks, group, strict=True):
             wanted = reference(track.tokens[:-1])[len(prompt) - 1 :].argmax(axis=-1)
             equal = wanted == np.array(track.tokens[len(prompt) :])
             matched += case.greedy_tokens if equal.all() else int(equal.argmin())

@@ -11,6 +11,7 @@ from castline.builder.recipes import Tolerance
 from castline.builder.replay import blocks_needed, make_tracks, replay
 from castline.builder.verify import VerifyCase, judge, measure, require_verified, shipped_case
 from castline.engines.errors import BuildError
+from castline.engines.manifest import Limits
 from castline.plugins.contract import StepTensors
 
 VOCAB = 50
@@ -64,9 +65,11 @@ def toy_case(seed: int = 1) -> VerifyCase:
     return VerifyCase(passages=tuple(sequences), prompts=tuple(s[:5] for s in sequences), greedy_tokens=12)
 
 
-def run(case: VerifyCase, engine: ToyEngine, **limits: int) -> tuple[Comparison, float]:
-    fields = {"max_batched_tokens": 64, "max_seqs": 8, **limits}
-    return measure(case, engine, engine.model.reference, block_size=BLOCK_SIZE, **fields)
+LIMITS = Limits(max_model_len=128, block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=64)
+
+
+def run(case: VerifyCase, engine: ToyEngine, limits: Limits = LIMITS) -> tuple[Comparison, float]:
+    return measure(case, engine, engine.model.reference, limits)
 
 
 def test_log_softmax_is_stable() -> None:
@@ -112,29 +115,28 @@ def test_engine_of_nan_fails_every_tolerance(poison: float) -> None:
     assert np.isfinite(report.parity.mean_kl)
 
 
-@pytest.mark.parametrize(
-    "limits", [{}, {"max_batched_tokens": 7}, {"max_seqs": 2}, {"max_batched_tokens": 1, "max_seqs": 1}]
-)
-def test_replay_gives_every_token_its_own_context(limits: dict[str, int]) -> None:
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(8, 64), (8, 8), (2, 64), (1, 1)])
+def test_replay_gives_every_token_its_own_context(max_num_seqs: int, max_num_batched_tokens: int) -> None:
     """Chunked, interleaved and over scattered blocks, an exact engine is exact at every position."""
     case = toy_case()
+    limits = Limits(128, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens)
     engine = ToyEngine(ToyModel(), case.num_blocks(BLOCK_SIZE))
-    comparison, greedy = run(case, engine, **limits)
+    comparison, greedy = run(case, engine, limits)
     assert comparison.num_tokens == sum(map(len, case.passages))
     assert comparison.max_kl < 1e-9
     assert comparison.top1_agreement == 1.0
     assert comparison.perplexity == pytest.approx(comparison.reference_perplexity)
     assert greedy == 1.0
-    assert all(len(step.kv_lens) <= limits.get("max_seqs", 8) for step in engine.steps)
-    forced = replay(make_tracks(case.passages, BLOCK_SIZE), BLOCK_SIZE, limits.get("max_batched_tokens", 64), 8)
-    assert all(len(step.input_ids) <= limits.get("max_batched_tokens", 64) for step, _ in forced)
+    assert all(len(step.kv_lens) <= max_num_seqs for step in engine.steps)
+    forced = replay(make_tracks(case.passages, BLOCK_SIZE), limits)
+    assert all(len(step.input_ids) <= max_num_batched_tokens for step, _ in forced)
 
 
 def test_replay_mixes_prefill_and_decode() -> None:
     """Parity is measured where serving lives: chunks and single tokens in one step, chunk borders inside blocks."""
     case = toy_case()
     tracks = make_tracks(case.passages, BLOCK_SIZE)
-    steps = [tensors for tensors, _ in replay(tracks, BLOCK_SIZE, 256, 16)]
+    steps = [tensors for tensors, _ in replay(tracks, LIMITS)]
     lengths = [np.diff(step.cu_query_lens) for step in steps]
     assert any(step.min() == 1 and step.max() > 1 for step in lengths)
     starts = np.concatenate([step.kv_lens - length for step, length in zip(steps, lengths, strict=True)])
