@@ -5,11 +5,12 @@ told that the server is not ready.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from types import FrameType
@@ -17,11 +18,12 @@ from types import FrameType
 import uvicorn
 
 from castline.engines.errors import EngineError
-from castline.runtime.client import EngineClient
+from castline.runtime.client import EngineClient, Phase
 from castline.server.grpc_service import GrpcServer
-from castline.server.health import STALL_TIMEOUT_S, HealthMonitor
 from castline.server.http_app import http_app
 from castline.server.serving import ServedModel, Serving
+
+log = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 0.5
 LAST_WORDS_S = 0.4
@@ -39,7 +41,6 @@ class ServerOptions:
     model_name: str | None = None
     """None: the name in the manifest."""
     drain_timeout_s: float = 30.0
-    stall_timeout_s: float = STALL_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Endpoints:
     http: str
     """URL."""
     grpc: str
-    """host:port."""
+    """``grpc://host:port``; clients take the part after the slashes."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -63,7 +64,7 @@ class Server:
 
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
-        self.serving = Serving(HealthMonitor(options.stall_timeout_s))
+        self.serving = Serving()
         self._socket = _bind(options.host, options.http_port)
         try:
             self._grpc = GrpcServer(self.serving, options.host, options.grpc_port)
@@ -84,10 +85,12 @@ class Server:
         )
         self._uvicorn = _Uvicorn(config)
         self._tasks: list[asyncio.Task[None]] = []
+        self.failed = asyncio.Event()
+        """Set when the engine has failed for good."""
         self._drain_deadline = monotonic()
         host = f"[{options.host}]" if ":" in options.host else options.host
         http_port = self._socket.getsockname()[1]
-        self.endpoints = Endpoints(f"http://{host}:{http_port}", f"{host}:{self._grpc.port}")
+        self.endpoints = Endpoints(f"http://{host}:{http_port}", f"grpc://{host}:{self._grpc.port}")
 
     async def listen(self) -> None:
         """Both transports answer when this returns."""
@@ -96,16 +99,18 @@ class Server:
         self._tasks.append(asyncio.create_task(self._follow_health()))
 
     async def _follow_health(self) -> None:
-        """Health services that are watched must be told; looking also notices a stall that nobody asks about."""
+        """A health service that is watched must be told of a change."""
         while True:
             await self._grpc.publish_health()
+            if self.serving.live().phase is Phase.FAILED:
+                self.failed.set()
             await asyncio.sleep(HEALTH_PERIOD_S)
 
     async def open(self, engine: EngineClient) -> ServedModel:
         """The engine has loaded; returns when it is ready. Raises EngineError where it fails instead."""
         model = self.serving.open(engine, self._options.model_name)
-        while not (health := self.serving.health.ready()).ready:
-            if engine.health().phase == "failed":
+        while not (health := engine.health()).ready:
+            if health.phase is Phase.FAILED:
                 raise EngineError(health.reason)
             await asyncio.sleep(0.01)
         await self._grpc.publish_health()
@@ -115,7 +120,8 @@ class Server:
         """Not ready from now on. Returns when every request has ended, at the latest soon after the drain time."""
         timeout_s = self._options.drain_timeout_s
         self._drain_deadline = monotonic() + timeout_s
-        self.serving.health.begin_drain()
+        log.info("draining: up to %g s for the requests that run", timeout_s)
+        self.serving.begin_drain()
         await self._grpc.publish_health()
         if not self.serving.is_open:
             return
@@ -177,34 +183,32 @@ async def serve(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Call it on the main thread.
 
-    Raises EngineError where a port is taken or the engine does not load.
+    Raises EngineError where a port is taken, or the engine does not load or fails for good.
     """
+
+    async def run(server: Server) -> None:
+        model = await server.open(await open_engine())
+        on_ready(model, server.endpoints)
+        await server.failed.wait()
+        raise EngineError(f"the engine has failed: {model.engine.health().reason}")
+
     with _stop_on_signal() as stop:
         async with _listening(options) as server:
             on_listening(server.endpoints)
-            model = await _unless(stop, _open(server, open_engine))
-            if model is None:
-                return
-            on_ready(model, server.endpoints)
-            await stop.wait()
+            await _until(stop, run(server))
 
 
-async def _open(server: Server, open_engine: Callable[[], Awaitable[EngineClient]]) -> ServedModel:
-    return await server.open(await open_engine())
-
-
-async def _unless(stop: asyncio.Event, opening: Awaitable[ServedModel]) -> ServedModel | None:
-    """The opened model, or None where *stop* comes first."""
-    task = asyncio.ensure_future(opening)
-    stopping = asyncio.create_task(stop.wait())
+async def _until(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:
+    """Runs *work*; returns when *stop* is set, though the work is not done. Raises what the work raises."""
+    tasks = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        for unfinished in (task, stopping):
-            unfinished.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(task, stopping, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager

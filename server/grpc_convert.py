@@ -70,7 +70,7 @@ def _adds_special_tokens(request: pb.GenerateRequest | pb.TokenizeRequest, *, is
     return bool(request.add_special_tokens) if request.HasField("add_special_tokens") else is_text
 
 
-def render(chat: pb.Chat, tokenizer: Tokenizer) -> str:
+def render(chat: pb.ChatMessages, tokenizer: Tokenizer) -> str:
     """The prompt of a conversation. Raises RequestError where the template, or the lack of one, refuses."""
     if not chat.messages:
         raise RequestError("messages is empty; send at least one message", field="messages")

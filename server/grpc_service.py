@@ -58,7 +58,7 @@ class InferenceServicer(castline_pb2_grpc.InferenceServicer):
         model = self._serving.model
         model.check_name(request.model or None)
         engine = model.engine
-        params = sampling_params(request.sampling)
+        params = sampling_params(request.params)
         prompt, add_special_tokens = prompt_of(request, engine.tokenizer)
         request_id = f"gen-{uuid.uuid4().hex}"
         writer = ResponseWriter(request_id, params.n, engine.tokenizer)
@@ -130,7 +130,7 @@ class GrpcServer:
     async def publish_health(self) -> None:
         """Tells the health service, and those who watch it, what the readiness is now."""
         status = health_pb2.HealthCheckResponse
-        now = status.SERVING if self._serving.health.ready().ready else status.NOT_SERVING
+        now = status.SERVING if self._serving.ready().ready else status.NOT_SERVING
         for service in ("", SERVICE):
             await self._health.set(service, now)
 

@@ -50,11 +50,11 @@ class Pages:
         return _json(200, _model_card(model))
 
     async def live(self, request: Request) -> Response:
-        health = self._serving.health.live()
+        health = self._serving.live()
         return _health(health, ok=health.phase is not Phase.FAILED)
 
     async def ready(self, request: Request) -> Response:
-        health = self._serving.health.ready()
+        health = self._serving.ready()
         return _health(health, ok=health.ready)
 
     async def metrics(self, request: Request) -> Response:

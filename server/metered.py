@@ -1,6 +1,6 @@
 """The engine as both transports call it: the same EngineClient, with every request timed and counted on the way.
 
-It also knows which requests are waiting for the engine right now, and can end them when the engine itself will not.
+It also knows which requests wait for the engine right now, and can end them when the engine itself will not.
 """
 
 import asyncio
@@ -28,13 +28,9 @@ class MeteredEngine(EngineClient):
         self._engine = engine
         self._metrics = metrics
         self._awaiting: set[asyncio.Task[object]] = set()
+        """Tasks that wait for an output at this moment; not those that wait for a slow client."""
         self._draining = False
         self._terminated = False
-
-    @property
-    def num_awaiting(self) -> int:
-        """Requests that wait for an output of the engine at this moment; not those whose client is slow to read."""
-        return len(self._awaiting)
 
     async def generate(
         self,

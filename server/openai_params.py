@@ -81,7 +81,7 @@ def _params(
 
 def _token_id(key: str) -> int:
     if not _INTEGER.fullmatch(key):
-        field = f"logit_bias[{key!r}]"
+        field = f"logit_bias[{key}]"
         raise RequestError(f"{field}: the key is not a token id", field=field)
     return int(key)
 

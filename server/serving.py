@@ -1,14 +1,19 @@
-"""What both transports share: the engine once it has loaded, the name it is served under, and its health."""
+"""What both transports share: the engine once it has loaded, the name it is served under, and its health.
+
+Live: the process is worth keeping; only an engine that has failed for good is not. Ready: a request sent now would be
+answered. The engine says when it is stalled; a server that starts or drains is not ready whatever the engine says.
+"""
 
 import hashlib
 import time
 from dataclasses import dataclass
 
+import msgspec
+
 from castline.engines.errors import ErrorCode, RequestError
 from castline.engines.manifest import Manifest
-from castline.runtime.client import EngineClient
+from castline.runtime.client import EngineClient, Health, Phase
 from castline.server.errors import ServerCode, ServerError
-from castline.server.health import HealthMonitor
 from castline.server.metered import MeteredEngine
 from castline.server.metrics import Metrics
 from castline.server.openai_logprobs import TokenTexts
@@ -19,8 +24,8 @@ MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 
 def fingerprint(manifest: Manifest) -> str:
     """OpenAI's system_fingerprint: the same while the engine and castline are the same."""
-    parts = [manifest.castline_version, *(f"{name}={digest}" for name, digest in sorted(manifest.files.items()))]
-    return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    identity = msgspec.json.encode((manifest.castline_version, manifest.files), order="sorted")
+    return "fp_" + hashlib.sha256(identity).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,9 @@ class ServedModel:
 class Serving:
     """Filled once by ``open``; until then every request is told that the server is not ready."""
 
-    def __init__(self, health: HealthMonitor | None = None) -> None:
-        self.health = health or HealthMonitor()
+    def __init__(self) -> None:
         self._model: ServedModel | None = None
+        self._draining = False
 
     def open(self, engine: EngineClient, model_name: str | None) -> ServedModel:
         """The engine has loaded. It is served as *model_name*, or under the name in its manifest."""
@@ -63,8 +68,11 @@ class Serving:
             metrics=metrics,
             token_texts=TokenTexts(engine.tokenizer),
         )
-        self.health.attach(metered)
         return self._model
+
+    def begin_drain(self) -> None:
+        """Not ready from now on."""
+        self._draining = True
 
     @property
     def is_open(self) -> bool:
@@ -74,5 +82,15 @@ class Serving:
     def model(self) -> ServedModel:
         """Raises ServerError with NOT_READY before the engine has loaded."""
         if self._model is None:
-            raise ServerError(ServerCode.NOT_READY, self.health.ready().reason)
+            raise ServerError(ServerCode.NOT_READY, self.ready().reason)
         return self._model
+
+    def live(self) -> Health:
+        if self._model is None:
+            return Health(Phase.STARTING, "starting: the engine is loading")
+        return self._model.engine.health()
+
+    def ready(self) -> Health:
+        if self._draining:
+            return Health(Phase.DRAINING, "draining: running requests finish, new ones are refused")
+        return self.live()

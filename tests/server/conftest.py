@@ -1,7 +1,7 @@
 """A deterministic engine in memory, and servers over it on free loopback ports with real sockets.
 
-The engine answers every prompt with the same scripted text, one byte a token, and obeys limits, stops, deadlines, cancels
-and drains as the EngineClient contract says. Tests hold it, fail it and count what is alive in it.
+The engine answers every prompt with the same scripted text, one byte a token, and obeys limits, stops, deadlines,
+cancels and drains as the EngineClient contract says. Tests hold it, fail it and count what is alive in it.
 """
 
 import asyncio
@@ -325,7 +325,7 @@ def running_server(engine: FakeEngine, *, opened: bool = True, **options: Any) -
     server: Server = asyncio.run_coroutine_threadsafe(start(), loop).result(20)
     http = httpx.Client(base_url=server.endpoints.http, timeout=20)
     client = openai.OpenAI(base_url=f"{server.endpoints.http}/v1", api_key="-", max_retries=0, timeout=20)
-    channel = grpc.insecure_channel(server.endpoints.grpc)
+    channel = grpc.insecure_channel(server.endpoints.grpc.removeprefix("grpc://"))
     stub = castline_pb2_grpc.InferenceStub(channel)
     try:
         yield Running(server, engine, loop, http, client, channel, stub)
