@@ -71,9 +71,10 @@ def test_a_connection_serves_many_requests(app: Any) -> None:
 
 def test_slow_reader_delays_nobody(app: Any) -> None:
     """Prevents one client that does not read from holding up the others."""
-    app.engine.reply_ids = [*b"x" * 200] * 500
-    slow = send(app, "/v1/completions", {"prompt": "a", "max_tokens": 4000, "stream": True})
+    app.engine.reply_ids = [*b"x" * 4000]
+    slow = send(app, "/v1/completions", {"prompt": "a", "max_tokens": 4000, "n": 16, "stream": True})
     assert slow.recv(1)
+    assert len(app.engine.live) == 1
     quick = app.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
     assert quick.json()["choices"][0]["text"] == "xxxxx"
     slow.close()
