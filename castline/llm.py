@@ -1,8 +1,8 @@
 """The engine as a Python object, without asyncio and without a server: one process, one thread, batches in and texts out.
 
-with LLM("models") as llm:
-    for result in llm.generate(["The capital of France is", "1, 2, 3,"], SamplingParams(max_tokens=16)):
-        print(result.outputs[0].text)
+    with LLM("models") as llm:
+        for result in llm.generate(["The capital of France is", "1, 2, 3,"], SamplingParams(max_tokens=16)):
+            print(result.outputs[0].text)
 """
 
 import itertools
