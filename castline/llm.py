@@ -1,8 +1,8 @@
-"""The engine as a Python object, without asyncio and without a server: one process, one thread, batches in and texts out.
+"""The engine as a Python object, without asyncio and without a server: one process, batches in and texts out.
 
-    with LLM("models") as llm:
-        for result in llm.generate(["The capital of France is", "1, 2, 3,"], SamplingParams(max_tokens=16)):
-            print(result.outputs[0].text)
+with LLM("models") as llm:
+    for result in llm.generate(["The capital of France is", "1, 2, 3,"], SamplingParams(max_tokens=16)):
+        print(result.outputs[0].text)
 """
 
 import itertools
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeGuard
+from typing import Any, Self, cast
 
 from castline.engines.errors import RequestError
-from castline.runtime.client import Output, PromptInfo
+from castline.runtime.client import Output, PromptInfo, Stats
 from castline.runtime.events import FinishReason, TokenLogprobs
 from castline.runtime.loader import LoadOptions, plan_engine
 from castline.runtime.output_processor import OutputProcessor
@@ -65,8 +65,8 @@ class RequestOutput:
 class LLM:
     """An engine loaded from a repository or a bundle. Not thread-safe. Options are those of `LoadOptions`.
 
-    Raises EngineError where the engine does not fit this host, and RequestError for prompts or parameters that cannot be
-    served; then nothing of the call has run.
+    Raises EngineError where the engine does not fit this host, and RequestError for prompts or parameters that cannot
+    be served; then nothing of the call has run.
     """
 
     def __init__(self, path: str | PathLike[str], **options: Any) -> None:
@@ -89,7 +89,7 @@ class LLM:
         A prompt is a text or a list of token ids; a single one may be given bare. *sampling_params* is one for all or
         one for each; None takes the defaults, with which a text runs until the model ends it.
         """
-        batch = [prompts] if _is_prompt(prompts) else list(prompts)
+        batch = _as_batch(prompts)
         return self._run([(prompt, self._encode(prompt)) for prompt in batch], sampling_params)
 
     def chat(
@@ -101,6 +101,10 @@ class LLM:
         conversations: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
         return self._run([(t, self.tokenizer.encode(t, add_special_tokens=False)) for t in texts], sampling_params)
+
+    def stats(self) -> Stats:
+        """Counters since start, and gauges now."""
+        return self._core.stats()
 
     def close(self) -> None:
         """Frees the engine. May be called again."""
@@ -167,9 +171,11 @@ class LLM:
         return Request(str(next(self._ids)), prompt, resolved)
 
 
-def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
-    """One text, or one list of token ids."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One text, or one list of token ids, is a batch of one."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

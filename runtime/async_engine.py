@@ -98,6 +98,12 @@ class AsyncEngine:
             await self._stop()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Of the engine process."""
+        assert self._process is not None, "the engine loop has no process of its own"
+        return self._process.pid
+
     async def generate(
         self,
         prompt: str | Sequence[int],

@@ -13,8 +13,8 @@ from castline.engines.capacity import KvCapacity, blocks_for, plan_kv
 from castline.engines.check import RUNTIME_TOOLS, check_files, check_host, verify_files
 from castline.engines.errors import EngineError
 from castline.engines.host import available_memory_bytes, detect_host
-from castline.engines.manifest import Manifest, Plugin, read_manifest
-from castline.plugins.cpu.library import library_info
+from castline.engines.manifest import MANIFEST_NAME, Manifest, Plugin, read_manifest
+from castline.plugins.cpu.library import describe
 from castline.runtime.client import EffectiveLimits
 
 DEFAULT_UTILIZATION = 0.8
@@ -75,6 +75,7 @@ def plan_engine(repository: Path | str, options: LoadOptions | None = None) -> E
         installed_version(RUNTIME_TOOLS[manifest.host.target]),
         allow_unverified=options.allow_unverified,
     )
+    _check_graph_file(bundle, manifest)
     check_files(bundle, manifest)
     if options.verify_files:
         verify_files(bundle, manifest)
@@ -124,7 +125,18 @@ def reconcile_limits(
 
 def installed_plugin() -> Plugin | None:
     """The attention library of this installation, or None where there is none."""
-    return library_info()
+    try:
+        return describe()
+    except EngineError:
+        return None
+
+
+def _check_graph_file(bundle: Path, manifest: Manifest) -> None:
+    if manifest.graph_file not in manifest.files:
+        raise EngineError(
+            f"{bundle / MANIFEST_NAME}: graph_file {manifest.graph_file!r} is not among the bundle's files; "
+            f"rebuild it: {manifest.rebuild_command}"
+        )
 
 
 def _at_most(option: str, asked: int | None, built: int, *, least: int) -> int:

@@ -53,7 +53,7 @@ def warm_up(executor: Executor, limits: EffectiveLimits) -> None:
 
 
 def _idle_step(query_lens: list[int], context: int, block_size: int) -> StepTensors:
-    """A step whose sequences have *context* tokens before it, read from block 0 on, and whose own K and V go nowhere."""
+    """A step whose sequences have *context* tokens before it, in blocks 0 and up, and whose own K and V go nowhere."""
     lens = np.array(query_lens, np.int32)
     total = int(lens.sum())
     cu_query_lens = np.concatenate([[0], lens.cumsum()]).astype(np.int32)

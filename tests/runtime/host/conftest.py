@@ -123,23 +123,62 @@ def tiny_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return repository
 
 
-def tiny_graph() -> onnx.ModelProto:
-    """Embedding, LAYERS x (qkv, paged attention, output projection, residual), rows asked for, output head."""
+def tiny_weights() -> dict[str, NDArray[np.float32]]:
     rng = np.random.default_rng(7)
-    weights = {
-        "embedding": rng.normal(0, 1, (VOCAB, HIDDEN)),
-        "head": rng.normal(0, 1, (HIDDEN, VOCAB)),
-    }
+    weights = {"embedding": rng.normal(0, 1, (VOCAB, HIDDEN)), "head": rng.normal(0, 1, (HIDDEN, VOCAB))}
+    for layer in range(LAYERS):
+        weights[f"qkv.{layer}"] = rng.normal(0, HIDDEN**-0.5, (HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM))
+        weights[f"out.{layer}"] = rng.normal(0, 2 * HIDDEN**-0.5, (HEADS * HEAD_DIM, HIDDEN))
     angles = np.arange(MAX_LEN)[:, None] * 10000.0 ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
     weights |= {"cos_table": np.cos(angles), "sin_table": np.sin(angles)}
+    return {name: value.astype(np.float32) for name, value in weights.items()}
+
+
+def tiny_reference(token_ids: Sequence[int], count: int) -> list[int]:
+    """The next *count* greedy tokens of the tiny model, all computed anew for each: no cache, no batch, no kernel."""
+    weights, tokens = tiny_weights(), list(token_ids)
+    for _ in range(count):
+        hidden = weights["embedding"][tokens]
+        for layer in range(LAYERS):
+            q, k, v = np.split(
+                hidden @ weights[f"qkv.{layer}"], [HEADS * HEAD_DIM, (HEADS + KV_HEADS) * HEAD_DIM], axis=1
+            )
+            heads = [reference_head(weights, q, k, v, head) for head in range(HEADS)]
+            hidden = hidden + np.concatenate(heads, axis=1) @ weights[f"out.{layer}"]
+        tokens.append(int((hidden[-1] @ weights["head"]).argmax()))
+    return tokens[len(token_ids) :]
+
+
+def reference_head(
+    weights: dict[str, NDArray[np.float32]],
+    q: NDArray[np.float32],
+    k: NDArray[np.float32],
+    v: NDArray[np.float32],
+    head: int,
+) -> NDArray[np.float32]:
+    """Causal attention of one head over whole rows, with rotary positions in the half style."""
+    cos, sin = weights["cos_table"][: len(q)], weights["sin_table"][: len(q)]
+
+    def rotate(rows: NDArray[np.float32], number: int) -> NDArray[np.float32]:
+        a, b = np.split(rows[:, number * HEAD_DIM : (number + 1) * HEAD_DIM], 2, axis=1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
+
+    kv_head = head // (HEADS // KV_HEADS)
+    scores = 2 * HEAD_DIM**-0.5 * rotate(q, head) @ rotate(k, kv_head).T
+    scores[np.triu_indices(len(q), 1)] = -np.inf
+    weight = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weight /= weight.sum(axis=1, keepdims=True)
+    return weight @ v[:, kv_head * HEAD_DIM : (kv_head + 1) * HEAD_DIM]
+
+
+def tiny_graph() -> onnx.ModelProto:
+    """Embedding, LAYERS x (qkv, paged attention, output projection, residual), rows asked for, output head."""
     nodes = [
         helper.make_node("Gather", ["embedding", "input_ids"], ["hidden.0"]),
         helper.make_node("Gather", ["cos_table", "positions"], ["cos"]),
         helper.make_node("Gather", ["sin_table", "positions"], ["sin"]),
     ]
     for layer in range(LAYERS):
-        weights[f"qkv.{layer}"] = rng.normal(0, HIDDEN**-0.5, (HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM))
-        weights[f"out.{layer}"] = rng.normal(0, 2 * HIDDEN**-0.5, (HEADS * HEAD_DIM, HIDDEN))
         nodes += attention_layer(layer)
     nodes += [
         helper.make_node("Gather", [f"hidden.{LAYERS}", "logits_indices"], ["rows"]),
@@ -161,7 +200,7 @@ def tiny_graph() -> onnx.ModelProto:
         "tiny",
         inputs,
         [tensor("logits", TensorProto.FLOAT, ["R", VOCAB])],
-        [numpy_helper.from_array(as_float(value), name) for name, value in weights.items()],
+        [numpy_helper.from_array(value, name) for name, value in tiny_weights().items()],
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, OPSET_VERSION)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -187,10 +226,6 @@ def attention_layer(layer: int) -> list[onnx.NodeProto]:
         helper.make_node("MatMul", [f"attention.{layer}", f"out.{layer}"], [f"projected.{layer}"]),
         helper.make_node("Add", [f"hidden.{layer}", f"projected.{layer}"], [f"hidden.{layer + 1}"]),
     ]
-
-
-def as_float(value: NDArray[np.float64]) -> NDArray[np.float32]:
-    return value.astype(np.float32)
 
 
 def tensor(name: str, dtype: int, shape: list[Any]) -> onnx.ValueInfoProto:
@@ -312,6 +347,12 @@ class ScriptedEngine:
         if self._thread.ident is not None:
             self._thread.join(30)
             assert not self._thread.is_alive(), "the loop did not end"
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[Sequence[int], int], list[int]]:
+    """Greedy continuation by the slow model."""
+    return tiny_reference
 
 
 @pytest.fixture(scope="session")

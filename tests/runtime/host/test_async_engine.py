@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from dataclasses import replace
 from threading import Semaphore
 from typing import Any, cast
@@ -42,7 +41,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def settled(scripted: Any, engine: AsyncEngine) -> None:
-    """Waits until the engine reports that nothing runs, then checks that nothing of any request is left on either side."""
+    """Waits until the engine reports that nothing runs; then nothing of any request may be left on either side."""
     await until(lambda: not scripted.core.has_work and engine.stats().num_running == engine.stats().num_waiting == 0)
     await until(lambda: engine.stats().kv_blocks_used == 0)
     assert len(engine._live) == len(engine._processor) == 0
@@ -56,7 +55,7 @@ def run(scenario: Callable[[], Any]) -> None:
 
 
 def test_text_tokens_and_prompt_arrive(scripted: Scripted) -> None:
-    """The whole way there and back: token ids and text agree, the prompt is reported once, with its length and cache."""
+    """The whole way there and back: token ids and text agree; the prompt is reported once, with its cached tokens."""
     made = scripted()
 
     async def scenario() -> None:
@@ -85,7 +84,9 @@ def test_many_requests_at_once_keep_their_texts_apart(scripted: Scripted) -> Non
     async def scenario() -> None:
         engine = await made.start()
         prompts = [chr(97 + i % 26) * (1 + i) for i in range(40)]
-        results = await asyncio.gather(*(collect(engine, p, replace(GREEDY, n=1 + i % 3)) for i, p in enumerate(prompts)))
+        results = await asyncio.gather(
+            *(collect(engine, p, replace(GREEDY, n=1 + i % 3)) for i, p in enumerate(prompts))
+        )
         for i, (prompt, outputs) in enumerate(zip(prompts, results, strict=True)):
             for index in range(1 + i % 3):
                 assert text_of(outputs, index) == made.text(prompt, 8)

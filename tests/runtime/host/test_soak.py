@@ -29,7 +29,7 @@ async def settle(made: Any, engine: AsyncEngine) -> None:
 
 
 def test_aborts_at_random_moments(scripted: Scripted) -> None:
-    """C19: streams with logprobs, n and stop strings, dropped after 0 to 20 outputs, preempted on the way: every request
+    """C19: streams with logprobs, n and stop strings, dropped after 0 to 20 outputs, preempted on the way: each request
     has one outcome, every whole one the text it would have had alone, and every block comes back."""
     made = scripted(num_blocks=24, max_model_len=128)
     rng = random.Random(19)
@@ -71,7 +71,7 @@ def test_aborts_at_random_moments(scripted: Scripted) -> None:
                 if rng.random() < 0.2:
                     await asyncio.sleep(rng.random() * 0.01)
                     task.cancel()
-                await asyncio.gather(task, return_exceptions=rng.random() < 0 or task.cancelling() > 0)
+                await asyncio.gather(task, return_exceptions=task.cancelling() > 0)
 
         await asyncio.gather(*(limited(i) for i in range(600)))
         await settle(made, engine)
