@@ -81,7 +81,7 @@ def test_serving_options_reach_the_server(calls: Calls) -> None:
 
 
 def test_the_directory_names_the_model(calls: Calls) -> None:
-    """Prevents --model b from being served as a: a copied model goes by its directory, a lone bundle by its manifest."""
+    """Prevents --model b from being served as a: a copy goes by its directory, a bundle alone by its manifest."""
     calls.bundle = Path("models/b/1")
     invoke()
     assert calls.server.model_name == "b"
