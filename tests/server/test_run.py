@@ -80,6 +80,14 @@ def test_serving_options_reach_the_server(calls: Calls) -> None:
     assert calls.server == ServerOptions(model_name="tiny")
 
 
+@pytest.mark.parametrize("option", [("--http-port", "65536"), ("--grpc-port", "-1"), ("--drain-timeout", "-1")])
+def test_impossible_values_are_refused(calls: Calls, option: tuple[str, str]) -> None:
+    """Prevents a traceback from deep inside a socket."""
+    result = CliRunner().invoke(run.command, ["models", *option])
+    assert result.exit_code == 2
+    assert option[0] in result.output
+
+
 def test_the_directory_names_the_model(calls: Calls) -> None:
     """Prevents --model b from being served as a: a copy goes by its directory, a bundle alone by its manifest."""
     calls.bundle = Path("models/b/1")
