@@ -71,7 +71,7 @@ class Server:
         except RuntimeError:
             self._socket.close()
             raise EngineError(
-                f"cannot listen on {options.host}:{options.grpc_port}; choose another port with --grpc-port"
+                f"cannot listen on {options.host}:{options.grpc_port}; choose another with --host and --grpc-port"
             ) from None
         config = uvicorn.Config(
             http_app(self.serving),
@@ -148,7 +148,7 @@ def _bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise EngineError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another port with --http-port"
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another with --host and --http-port"
         ) from None
 
 

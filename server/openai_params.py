@@ -57,7 +57,7 @@ def chat_params(request: ChatRequest) -> SamplingParams:
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         raise RequestError(f"{field} is 0, and must be at least 1: a chat answer has a token", field=field)
     _check_logprobs(request.top_logprobs, "top_logprobs")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs is allowed only with logprobs: true", field="top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return _params(request, max_tokens, logprobs, None)

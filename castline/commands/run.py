@@ -17,6 +17,7 @@ from castline.server.serving import ServedModel
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SERVER, LOAD = ServerOptions(), LoadOptions()
 """The defaults."""
+PORT = click.IntRange(0, 65535)
 
 
 @click.command()
@@ -25,8 +26,8 @@ SERVER, LOAD = ServerOptions(), LoadOptions()
 @click.option("--version", type=int, metavar="N", help="Version of the model.  [default: the latest]")
 @click.option("--served-model-name", metavar="NAME", help="Name in the API.  [default: the model's]")
 @click.option("--host", default=SERVER.host, show_default=True, help="Address to listen on.")
-@click.option("--http-port", default=SERVER.http_port, show_default=True, help="0 picks a free port.")
-@click.option("--grpc-port", default=SERVER.grpc_port, show_default=True, help="0 picks a free port.")
+@click.option("--http-port", type=PORT, default=SERVER.http_port, show_default=True, help="0 picks a free port.")
+@click.option("--grpc-port", type=PORT, default=SERVER.grpc_port, show_default=True, help="0 picks a free port.")
 @click.option("--memory-utilization", type=float, metavar="SHARE", help="Share of free memory to use, 0 to 1.")
 @click.option("--kv-blocks", type=int, metavar="N", help="Exactly this many KV blocks.")
 @click.option("--max-model-len", type=int, metavar="TOKENS", help="Prompt and answer together.")
@@ -36,6 +37,7 @@ SERVER, LOAD = ServerOptions(), LoadOptions()
 @click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the tuner's choice]")
 @click.option(
     "--drain-timeout",
+    type=click.FloatRange(min=0),
     default=SERVER.drain_timeout_s,
     show_default=True,
     metavar="SECONDS",

@@ -1,4 +1,4 @@
-"""castline.v1.Inference through grpcio: generation, tokenizing, facts, errors, deadlines, cancels, health, reflection."""
+"""castline.v1.Inference through grpcio: generation, tokenizing, facts, errors, deadlines, health, reflection."""
 
 from collections.abc import Sequence
 from typing import Any
