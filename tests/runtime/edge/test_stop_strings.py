@@ -82,6 +82,7 @@ def test_only_what_may_become_a_stop_string_is_held(pieces: Pieces, stops: list[
         (["xabc", "e"], ["bc", "abcd"], ["x", "a"], "bc"),
         (["xabc"], ["bc", "abcd"], ["x", "a"], "bc"),
         (["abc"], ["abc", "ab"], [""], "ab"),
+        (["ab", "c"], ["abc", "ab"], [""], "ab"),
         (["STOP"], ["STOP"], [""], "STOP"),
         (["a", "a", "a", "b"], ["aab"], ["", "", "a", ""], "aab"),
         (["text\n\nmore"], ["\n\n"], ["text"], "\n\n"),
