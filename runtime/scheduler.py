@@ -293,20 +293,18 @@ class Scheduler:
                 count = min(count, self.kv.capacity(seq))
                 break
             self._preempt(victim)
-            if victim is seq:
-                return 0
         if count:
             self.kv.reserve(seq, count)
         return count
 
     def _victim(self, seq: Sequence) -> Sequence | None:
-        """The latest arrival that is younger than *seq* and not in the plan; *seq* itself if it runs alone."""
+        """The latest arrival that is younger than *seq* and not in the plan."""
         for candidate in reversed(self._running):
             if candidate.seq_id <= seq.seq_id:
                 break
             if candidate.seq_id not in self._in_plan:
                 return candidate
-        return seq if len(self._running) == 1 else None
+        return None
 
     def _preempt(self, seq: Sequence) -> None:
         self._stop_running(seq)
