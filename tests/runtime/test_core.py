@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from castline.engines.errors import EngineError, ErrorCode, RequestError
+from castline.engines.errors import EngineError, ErrorCode
 from castline.runtime.events import FinishReason
 from castline.runtime.sampler_api import BrokenLogits
 
@@ -165,16 +165,6 @@ def test_deadlines(make_engine):
     assert engine.tokens("running") == engine.expected("running", 3)
     assert engine.tokens("patient") == engine.expected("patient", 3)
     engine.assert_forgotten()
-
-
-def test_a_used_request_id_is_refused(make_engine):
-    """Two requests under one id would get each other's events."""
-    engine = make_engine()
-    engine.add("r", range(5), max_tokens=3)
-    with pytest.raises(RequestError, match="in use"):
-        engine.core.add_request(engine.requests["r"])
-    engine.run()
-    assert engine.tokens("r") == engine.expected("r", 3)
 
 
 def poison(engine, token: int):
