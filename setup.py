@@ -11,7 +11,17 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("plugins/cpu/native")
-COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra"]
+COMMON = [
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",  # fused only where the code says so: the same bits whatever the surrounding template
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-Wall",
+    "-Wextra",
+]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 ISA_FLAGS = {"_avx2": AVX2, "_avx512": AVX512, "_avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vbmi"]}

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from castline.engines.errors import EngineError
+from castline.engines.errors import EngineError, ManifestMismatch
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "engine.json"
@@ -110,8 +110,17 @@ class Plugin:
 
 
 @dataclass(frozen=True, slots=True)
+class BundleFile:
+    """One file of a bundle: its size tells a truncated copy at once, its hash any change."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """One engine bundle. ``files`` maps each file of the bundle to its sha256."""
+    """One engine bundle. ``files`` has every file but engine.json, by its path inside the bundle with forward slashes;
+    `castline.engines.bundle.write_bundle` fills it."""
 
     schema_version: int
     castline_version: str
@@ -126,7 +135,7 @@ class Manifest:
     plugin: Plugin
     graph_file: str
     tool_versions: dict[str, str]
-    files: dict[str, str]
+    files: dict[str, BundleFile]
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -136,7 +145,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Reads and validates ``engine.json``. Raises EngineError naming the field that is wrong."""
+    """Reads and validates ``engine.json``. Raises EngineError naming the field that is wrong.
+
+    Another schema raises ManifestMismatch with the rebuild command that the manifest carries.
+    """
     path = directory / MANIFEST_NAME
     try:
         raw = path.read_bytes()
@@ -145,13 +157,14 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} is not an engine bundle: cannot read {MANIFEST_NAME} ({error.strerror})"
         ) from None
     try:
-        version = msgspec.json.decode(raw).get("schema_version")
-    except (msgspec.DecodeError, AttributeError) as error:
+        fields = msgspec.json.decode(raw, type=dict)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise EngineError(f"{path} is not a manifest: {error}") from None
+    version = fields.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise EngineError(
-            f"{path}: schema_version is {version!r}, this castline reads {SCHEMA_VERSION}; "
-            "rebuild the engine with this castline"
+        raise ManifestMismatch(
+            f"{path}: schema_version: built with {version!r}, this castline reads {SCHEMA_VERSION}; "
+            f"rebuild the engine: {fields.get('rebuild_command') or 'castline build'}"
         )
     try:
         return msgspec.json.decode(raw, type=Manifest)

@@ -1,0 +1,181 @@
+"""Times one kernel in a real ONNX Runtime session of one node, as the engine will run it.
+
+The fastest of several runs is kept: noise only ever adds time. Sizes are in elements, times in microseconds.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from castline.builder.recipes import MatmulKernel
+from castline.builder.tuning_cache import TuningCache
+from castline.builder.tuning_cases import AttentionCase, Bench, MatmulCase
+from castline.engines.capacity import blocks_for
+from castline.plugins.contract import BLOCK_TABLE, CU_QUERY_LENS, KV_LENS, SLOT_MAPPING, QkNorm, kv_pool_name
+from castline.plugins.cpu.node_model import (
+    COS,
+    K_NORM_WEIGHT,
+    Q_NORM_WEIGHT,
+    QKV,
+    SIN,
+    block_bytes,
+    node_inputs,
+    serialise_node_model,
+)
+
+MIN_RUNS = 3
+MAX_RUNS = 200
+CASE_SECONDS = 0.04
+"""Time spent on one case once MIN_RUNS are done."""
+
+Feeds = dict[str, NDArray[Any]]
+
+
+class OrtBench:
+    """Times cases with ONNX Runtime; *session_options* makes the options that the engine's own session has."""
+
+    def __init__(self, session_options: Callable[[int], ort.SessionOptions], seed: int = 0) -> None:
+        self._session_options = session_options
+        self._random = np.random.default_rng(seed)
+        self._matmul_key: tuple[object, ...] = ()
+        self._matmul_session: ort.InferenceSession | None = None
+
+    def matmul(self, case: MatmulCase) -> float:
+        key = (case.k, case.n, case.kernel, case.threads)
+        if key != self._matmul_key or self._matmul_session is None:
+            model, weights = matmul_model(case.k, case.n, case.kernel, self._random)
+            self._matmul_session = self._session(model, case.threads, weights)
+            self._matmul_key = key
+        rows = self._random.standard_normal((case.rows, case.k), np.float32)
+        return time_session(self._matmul_session, {"x": rows})
+
+    def attention(self, case: AttentionCase) -> float:
+        session = self._session(serialise_node_model(case.attributes), case.threads, {})
+        return time_session(session, attention_feeds(case, self._random))
+
+    def _session(self, model: bytes, threads: int, weights: Feeds) -> ort.InferenceSession:
+        options = self._session_options(threads)
+        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+        options.add_external_initializers(list(weights), values)
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+class CachedBench:
+    """A bench that asks the cache first."""
+
+    def __init__(self, bench: Bench, cache: TuningCache) -> None:
+        self._bench = bench
+        self._cache = cache
+
+    def matmul(self, case: MatmulCase) -> float:
+        return self._cached("matmul", case, lambda: self._bench.matmul(case))
+
+    def attention(self, case: AttentionCase) -> float:
+        return self._cached("attention", case, lambda: self._bench.attention(case))
+
+    def _cached(self, op: str, case: MatmulCase | AttentionCase, measure: Callable[[], float]) -> float:
+        known = self._cache.get(op, case.describe())
+        if known is not None:
+            return known
+        microseconds = measure()
+        self._cache.put(op, case.describe(), microseconds)
+        return microseconds
+
+
+def time_session(session: ort.InferenceSession, feeds: Feeds) -> float:
+    """Microseconds of the fastest of several runs, inputs and outputs bound once."""
+    binding = session.io_binding()
+    for name, array in feeds.items():
+        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+    for output in session.get_outputs():
+        binding.bind_output(output.name, "cpu")
+    session.run_with_iobinding(binding)
+    best = float("inf")
+    stop = time.perf_counter() + CASE_SECONDS
+    for run in range(MAX_RUNS):
+        started = time.perf_counter()
+        session.run_with_iobinding(binding)
+        ended = time.perf_counter()
+        best = min(best, ended - started)
+        if ended > stop and run + 1 >= MIN_RUNS:
+            break
+    return best * 1e6
+
+
+def matmul_model(k: int, n: int, kernel: MatmulKernel, random: np.random.Generator) -> tuple[bytes, Feeds]:
+    """``y [M, n] = x [M, k] @ W`` with random weights of the kernel's format."""
+    weights = _weights(k, n, kernel, random)
+    if kernel.bits == 32:
+        node = helper.make_node("MatMul", ["x", *weights], ["y"])
+    else:
+        node = helper.make_node(
+            "MatMulNBits",
+            ["x", *weights],
+            ["y"],
+            domain="com.microsoft",
+            K=k,
+            N=n,
+            bits=kernel.bits,
+            block_size=kernel.block,
+            accuracy_level=kernel.accuracy_level,
+        )
+    graph = helper.make_graph(
+        [node],
+        "matmul",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["M", k])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["M", n])],
+        [_external(name, array) for name, array in weights.items()],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString(), weights
+
+
+def attention_feeds(case: AttentionCase, random: np.random.Generator) -> Feeds:
+    """A step of *batch* equal sequences over blocks in random order."""
+    a = case.attributes
+    tokens = case.batch * case.query_len
+    blocks = blocks_for(case.kv_len, a.block_size)
+    table = random.permutation(case.batch * blocks).reshape(case.batch, blocks).astype(np.int32)
+    positions = np.arange(case.kv_len - case.query_len, case.kv_len)
+    slots = table[:, positions // a.block_size] * a.block_size + positions % a.block_size
+    angles = random.standard_normal((tokens, a.rotary_dim // 2), np.float32)
+    q_norm, k_norm = (1, 1) if a.qk_norm == QkNorm.PER_HEAD else (a.num_heads, a.num_kv_heads)
+    feeds: Feeds = {
+        QKV: random.standard_normal((tokens, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim), np.float32),
+        COS: np.cos(angles),
+        SIN: np.sin(angles),
+        Q_NORM_WEIGHT: np.ones(q_norm * a.head_dim, np.float32),
+        K_NORM_WEIGHT: np.ones(k_norm * a.head_dim, np.float32),
+        kv_pool_name(0): np.zeros((case.batch * blocks, block_bytes(a)), np.uint8),
+        SLOT_MAPPING: slots.reshape(-1).astype(np.int32),
+        CU_QUERY_LENS: np.arange(0, tokens + 1, case.query_len, dtype=np.int32),
+        KV_LENS: np.full(case.batch, case.kv_len, np.int32),
+        BLOCK_TABLE: table,
+    }
+    return {name: feeds[name] for name in node_inputs(a) if name}
+
+
+def _weights(k: int, n: int, kernel: MatmulKernel, random: np.random.Generator) -> Feeds:
+    if kernel.bits == 32:
+        return {"w": random.standard_normal((k, n), np.float32)}
+    blocks = blocks_for(k, kernel.block)
+    weights: Feeds = {
+        "w": random.integers(0, 256, (n, blocks, kernel.block * kernel.bits // 8), np.uint8),
+        "scales": np.full((n, blocks), 0.01, np.float32),
+    }
+    if not kernel.symmetric:
+        weights["zero_points"] = random.integers(0, 256, (n, -(-blocks * kernel.bits // 8)), np.uint8)
+    return weights
+
+
+def _external(name: str, array: NDArray[Any]) -> TensorProto:
+    """Declares a weight that is handed over by pointer when the session is made."""
+    tensor = TensorProto(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="memory")
+    return tensor

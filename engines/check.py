@@ -1,0 +1,129 @@
+"""Whether a bundle may run here, decided from its manifest before anything is deserialised or allocated.
+
+Start-up compares every file's size and hashes the small ones (graph, tokenizer, templates), which is where a wrong file
+does silent harm; hashing gigabytes of weights at each start would cost seconds, so that is `verify_files`, on request.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from castline.engines.errors import EngineError, ManifestMismatch
+from castline.engines.hashing import sha256_file
+from castline.engines.manifest import BundleFile, Host, Manifest, Plugin
+
+RUNTIME_TOOLS: dict[str, str] = {"cpu": "onnxruntime", "tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
+"""The library that executes an engine of each target; its version at the build is in ``tool_versions``."""
+
+SMALL_FILE_BYTES = 16 << 20
+
+
+def check_host(
+    manifest: Manifest,
+    host: Host,
+    plugin: Plugin | None,
+    runtime_version: str | None,
+    *,
+    allow_unverified: bool = False,
+) -> None:
+    """Raises ManifestMismatch with a line for every field in which this host differs from the engine's.
+
+    *plugin* is the library found here, None where there is none; *runtime_version* the version found here of
+    RUNTIME_TOOLS[target], None where it is not installed. Raises EngineError for an engine whose parity was never
+    verified, or failed, unless *allow_unverified*.
+    """
+    lines = [
+        f"  {name}: built with {built}, found {found}"
+        for name, built, found in _mismatches(manifest, host, plugin, runtime_version)
+    ]
+    if lines:
+        raise ManifestMismatch(
+            "\n".join(
+                [
+                    f"the engine of {manifest.model.name} was not built for this host:",
+                    *lines,
+                    f"rebuild it here: {manifest.rebuild_command}",
+                ]
+            )
+        )
+    if not allow_unverified and (manifest.parity is None or not manifest.parity.verified):
+        found = "was not verified" if manifest.parity is None else "failed verification"
+        raise EngineError(
+            f"the engine of {manifest.model.name} {found} against its reference model: it may answer wrongly. "
+            f"Rebuild it with verification ({manifest.rebuild_command}), or accept that with --allow-unverified"
+        )
+
+
+def check_files(bundle: Path, manifest: Manifest) -> None:
+    """The check of every start: all files are there, sizes right, hashes of small ones right. Raises EngineError."""
+    _raise_damaged(bundle, manifest, SMALL_FILE_BYTES)
+
+
+def verify_files(bundle: Path, manifest: Manifest) -> None:
+    """The full check: every byte of every file. Reads about 1 GB a second. Raises EngineError."""
+    _raise_damaged(bundle, manifest, None)
+
+
+def _mismatches(
+    manifest: Manifest, host: Host, plugin: Plugin | None, runtime_version: str | None
+) -> Iterator[tuple[str, str, str]]:
+    """(field, built with, found) for each field that differs."""
+    built = manifest.host
+    if built.target != host.target:
+        yield "host.target", built.target, host.target
+    if built.machine != host.machine:
+        yield "host.machine", built.machine, host.machine
+    lacking = [name for name in built.isa if name not in host.isa]
+    if lacking:
+        yield "host.isa", " ".join(built.isa), f"{' '.join(host.isa) or 'none'} (lacks {' '.join(lacking)})"
+    if plugin is None:
+        yield "plugin", f"{manifest.plugin.name} {manifest.plugin.version}", "no such library"
+    else:
+        for name in ("name", "version", "sha256"):
+            wanted, found = getattr(manifest.plugin, name), getattr(plugin, name)
+            if wanted != found:
+                yield f"plugin.{name}", wanted, found
+    yield from _runtime_mismatch(manifest, runtime_version)
+
+
+def _runtime_mismatch(manifest: Manifest, runtime_version: str | None) -> Iterator[tuple[str, str, str]]:
+    """ONNX Runtime reads what older releases wrote; a TensorRT plan runs on the very release that wrote it."""
+    tool = RUNTIME_TOOLS[manifest.host.target]
+    wanted = manifest.tool_versions.get(tool)
+    if runtime_version is None:
+        yield f"tool_versions.{tool}", wanted or "it", "not installed"
+    elif wanted is None:
+        yield f"tool_versions.{tool}", "an unknown version", runtime_version
+    elif tool == "onnxruntime":
+        if _release(runtime_version) < _release(wanted):
+            yield f"tool_versions.{tool}", wanted, f"{runtime_version} (older)"
+    elif runtime_version != wanted:
+        yield f"tool_versions.{tool}", wanted, runtime_version
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(major, minor)."""
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
+
+
+def _raise_damaged(bundle: Path, manifest: Manifest, hash_up_to: int | None) -> None:
+    damaged = [
+        f"  {name}: {fault}"
+        for name, wanted in manifest.files.items()
+        if (fault := _fault(bundle / name, wanted, hash_up_to)) is not None
+    ]
+    if damaged:
+        raise EngineError(
+            "\n".join([f"{bundle} is damaged:", *damaged, f"copy it again, or rebuild it: {manifest.rebuild_command}"])
+        )
+
+
+def _fault(path: Path, wanted: BundleFile, hash_up_to: int | None) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != wanted.size:
+            return f"{size} bytes, built with {wanted.size}"
+        if (hash_up_to is None or size <= hash_up_to) and (found := sha256_file(path)) != wanted.sha256:
+            return f"sha256 {found}, built with {wanted.sha256}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None

@@ -1,0 +1,104 @@
+"""The native library of the cpu target: where it is, whether it is the right one, and whether it works.
+
+The environment variable ``CASTLINE_ISA`` (portable, avx2, avx512) chooses the kernels that nodes created afterwards use.
+"""
+
+import ctypes
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import onnxruntime
+
+from castline.engines.errors import EngineError
+from castline.engines.manifest import Plugin
+
+PLUGIN_NAME: Final = "castline_cpu"
+PLUGIN_VERSION: Final = "1"
+"""Version of the node's contract and of the block layout; the pair of castline_plugin_version() in plugin.cpp."""
+MIN_ONNXRUNTIME: Final = (1, 23)
+
+_LIBRARY_PATH: Final = Path(__file__).with_name("libcastline_cpu.so")
+_REBUILD: Final = "reinstall castline, or run `python setup.py build_ext --inplace` in its source tree"
+
+
+def library_path() -> Path:
+    """Path of the native library, checked to exist and to be of this castline's version. Raises EngineError."""
+    _load()
+    return _LIBRARY_PATH
+
+
+def describe() -> Plugin:
+    """What a manifest records of the plugin."""
+    return Plugin(PLUGIN_NAME, PLUGIN_VERSION, library_sha256())
+
+
+@cache
+def library_sha256() -> str:
+    return hashlib.sha256(library_path().read_bytes()).hexdigest()
+
+
+def check_plugin(wanted: Plugin) -> None:
+    """Compares the plugin that a bundle was built with to the one present; raises EngineError naming both.
+
+    The hash counts too: parity was measured with those kernels and no others.
+    """
+    found = describe()
+    if wanted != found:
+        raise EngineError(
+            f"plugin {wanted.name}: the engine was built with version {wanted.version} (sha256 {wanted.sha256[:12]}…), "
+            f"found {found.name} version {found.version} (sha256 {found.sha256[:12]}…) at {_LIBRARY_PATH}; "
+            "rebuild the engine with this castline"
+        )
+
+
+def available_isas() -> tuple[str, ...]:
+    """Instruction sets whose kernels this host can run, widest first."""
+    return tuple(_load().castline_available_isas().decode().split(","))
+
+
+def active_isa() -> str:
+    """Instruction set whose kernels a session opened now would use. Raises EngineError where CASTLINE_ISA is refused."""
+    name = _load().castline_active_isa()
+    if name is None:
+        raise EngineError(f"CASTLINE_ISA names kernels this host lacks; it has {', '.join(available_isas())}")
+    return str(name.decode())
+
+
+@cache
+def _load() -> ctypes.CDLL:
+    _check_onnxruntime(onnxruntime.__version__)
+    return _open_library(_LIBRARY_PATH)
+
+
+def _check_onnxruntime(version: str) -> None:
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < MIN_ONNXRUNTIME:
+        wanted = ".".join(map(str, MIN_ONNXRUNTIME))
+        raise EngineError(
+            f"plugin {PLUGIN_NAME}: wants onnxruntime {wanted} or newer, found {version}; upgrade onnxruntime"
+        )
+
+
+def _open_library(path: Path) -> ctypes.CDLL:
+    """Opens the library at *path* and checks its version. Raises EngineError naming plugin, wanted and found."""
+    if not path.exists():
+        raise EngineError(
+            f"plugin {PLUGIN_NAME}: wanted version {PLUGIN_VERSION}, found no library at {path}; {_REBUILD}"
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+        for function in ("castline_plugin_version", "castline_available_isas", "castline_active_isa"):
+            getattr(library, function).restype = ctypes.c_char_p
+        found = library.castline_plugin_version().decode()
+    except (OSError, AttributeError, UnicodeDecodeError) as error:
+        raise EngineError(
+            f"plugin {PLUGIN_NAME}: wanted version {PLUGIN_VERSION}, found a file that is not the plugin at {path} "
+            f"({error}); {_REBUILD}"
+        ) from None
+    if found != PLUGIN_VERSION:
+        raise EngineError(
+            f"plugin {PLUGIN_NAME}: wanted version {PLUGIN_VERSION}, found version {found} at {path}; {_REBUILD}"
+        )
+    return library

@@ -1,0 +1,203 @@
+// The attention of one work item: the algorithm, once, compiled for each instruction set by the kernel_*.cpp units.
+//
+// For each key tile: scores of all rows, softmax within the tile, weighted sum of V; then the tile is merged into the
+// running result by log-sum-exp (online softmax, Milakov and Gimelshein 2018; tiling as in FlashAttention, Dao 2022).
+#pragma once
+
+#include <math.h>
+
+#include "append.h"
+#include "attention.h"
+#include "layout.h"
+#include "scores.h"
+#include "simd.h"
+#include "values.h"
+
+namespace castline::CASTLINE_ISA {
+namespace {
+
+constexpr float kMasked = -INFINITY;
+
+// The geometry of an item: its rows are (query, head of the group), its key limits those of all its queries together.
+struct Rows {
+  int group, count;
+  int first_position;      // of first_query
+  int first_key, last_key;  // keys any row may see: [first_key, last_key)
+};
+
+Rows rows_of(const Attributes& a, const Step& s, const WorkItem& item) {
+  const int group = a.num_heads / a.num_kv_heads;
+  const int queries = s.cu_query_lens[item.sequence + 1] - s.cu_query_lens[item.sequence];
+  const int position = s.kv_lens[item.sequence] - queries + item.first_query;
+  const int low = a.window > 0 && position + 1 > a.window ? position + 1 - a.window : 0;
+  const int count = item.last_query - item.first_query;
+  return {group, count * group, position, low, position + count};
+}
+
+float* output_row(const Attributes& a, const Step& s, const WorkItem& item, const Rows& rows, int row) {
+  const int64_t token = s.cu_query_lens[item.sequence] + item.first_query + row / rows.group;
+  const int head = item.kv_head * rows.group + row % rows.group;
+  return s.output + (token * a.num_heads + head) * a.head_dim;
+}
+
+// Views of an item's scratch (see scratch_floats).
+struct Scratch {
+  float* q;        // [rows][dim]
+  float* sum;      // [rows][dim] running numerator
+  float* tile_sum; // [rows][dim]
+  float* scores;   // [rows][kKeyTile]
+  float* max;      // [rows] running maximum, and tile_max, total, tile_total
+  float* tile_max;
+  float* total;
+  float* tile_total;
+};
+
+Scratch scratch_views(const Attributes& a, int rows, float* base) {
+  const int64_t matrix = static_cast<int64_t>(rows) * a.head_dim;
+  float* scores = base;
+  float* q = scores + static_cast<int64_t>(rows) * kKeyTile;
+  float* numbers = q + 4 * matrix;
+  return {q, q + matrix, q + 2 * matrix, scores, numbers, numbers + rows, numbers + 2 * rows, numbers + 3 * rows};
+}
+
+// The physical blocks of the key tile that begins at position tile_start, for keys first .. last of the tile.
+TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item, int tile_start, int first, int last) {
+  TileBlocks tile;
+  tile.block_size = a.block_size;
+  tile.first_key = first;
+  tile.last_key = last;
+  const int32_t* table = s.block_table + item.sequence * s.table_width + tile_start / a.block_size;
+  for (int b = first / a.block_size; b * a.block_size < last; ++b) {
+    tile.block[b] = head_block(a, s.pool, table[b], item.kv_head);
+  }
+  return tile;
+}
+
+template <KvDtype T>
+CASTLINE_INLINE Vec weight_scale(const TileBlocks& tile, int key) {
+  if constexpr (T == kInt8) return load(tile.block[key / tile.block_size].v_scale + key % tile.block_size);
+  return broadcast(T == kFp8 ? kFp8Scale : 1.0f);
+}
+
+// Softmax of one row over the tile's keys [low, high), not divided by its sum: scores become weights (times V's scale).
+template <KvDtype T>
+void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high, float* scores, float* max_out,
+                 float* total_out) {
+  const int begin = tile.first_key / tile.block_size * tile.block_size;
+  const int end = (tile.last_key + kLanes - 1) / kLanes * kLanes;
+  const Vec scale = broadcast(T == kFp8 ? a.scale * kFp8Scale : a.scale);
+  Vec largest = broadcast(kMasked);
+  for (int i = begin; i < end; i += kLanes) {
+    Vec x = mul(load(scores + i), scale);
+    if (a.softcap > 0.0f) x = mul(tanh(div(x, broadcast(a.softcap))), broadcast(a.softcap));
+    x = keep_range(x, low - i, high - i, broadcast(kMasked));
+    store(scores + i, x);
+    largest = max(largest, x);
+  }
+  const float row_max = reduce_max(largest);
+  const Vec shift = broadcast(row_max == kMasked ? 0.0f : -row_max);
+  Vec total = broadcast(0.0f);
+  for (int i = begin; i < end; i += kLanes) {
+    const Vec p = exp_nonpositive(add(load(scores + i), shift));
+    total = add(total, p);
+    store(scores + i, T == kInt8 || T == kFp8 ? mul(p, weight_scale<T>(tile, i)) : p);
+  }
+  *max_out = row_max;
+  *total_out = reduce_add(total);
+}
+
+template <KvDtype T>
+void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, int tile_start, const Queries& queries,
+                 const Scratch& scratch, float* sums) {
+  for (int b = tile.first_key / tile.block_size; b * tile.block_size < tile.last_key; ++b) {
+    score_block<T>(queries, rows.count, tile.block[b], tile.block_size, scratch.scores + b * tile.block_size);
+  }
+  for (int r = 0; r < rows.count; ++r) {
+    const int position = rows.first_position + r / rows.group;
+    const int low = a.window > 0 ? position + 1 - a.window - tile_start : 0;
+    softmax_row<T>(a, tile, low, position + 1 - tile_start, scratch.scores + r * kKeyTile, scratch.tile_max + r,
+                   scratch.tile_total + r);
+  }
+  value_sums<T>(tile, rows.count, a.head_dim, scratch.scores, sums);
+}
+
+// Adds a tile's softmax (its maximum, sum of weights and weighted sum of V) to a row's running one.
+void merge_row(int dim, float tile_max, float tile_total, const float* tile_sum, float* max, float* total, float* sum) {
+  if (tile_max == kMasked) return;
+  const float new_max = tile_max > *max ? tile_max : *max;
+  const float keep = *max == kMasked ? 0.0f : expf(*max - new_max);
+  const float take = expf(tile_max - new_max);
+  *max = new_max;
+  *total = *total * keep + tile_total * take;
+  for (int d = 0; d < dim; ++d) sum[d] = sum[d] * keep + tile_sum[d] * take;
+}
+
+void clear_rows(const Attributes& a, const Rows& rows, const Scratch& scratch) {
+  for (int r = 0; r < rows.count; ++r) scratch.max[r] = kMasked;
+  memset(scratch.total, 0, sizeof(float) * rows.count);
+  memset(scratch.sum, 0, sizeof(float) * rows.count * a.head_dim);
+}
+
+void write_rows(const Attributes& a, const Step& s, const WorkItem& item, const Rows& rows, const Scratch& scratch) {
+  for (int r = 0; r < rows.count; ++r) {
+    float* out = output_row(a, s, item, rows, r);
+    const float inverse = 1.0f / scratch.total[r];
+    for (int d = 0; d < a.head_dim; ++d) out[d] = scratch.sum[r * a.head_dim + d] * inverse;
+  }
+}
+
+template <KvDtype T>
+void attend_item(const Attributes& a, const Step& s, const WorkItem& item, float* base, float* partial) {
+  const Rows rows = rows_of(a, s, item);
+  const Scratch scratch = scratch_views(a, rows.count, base);
+  for (int r = 0; r < rows.count; ++r) {
+    memcpy(scratch.q + r * a.head_dim, output_row(a, s, item, rows, r), sizeof(float) * a.head_dim);
+  }
+  const Queries queries = {scratch.q, a.head_dim};
+  if (partial == nullptr) clear_rows(a, rows, scratch);
+  for (int t = item.first_tile; t < item.last_tile; ++t) {
+    const int start = t * kKeyTile;
+    const int first = rows.first_key > start ? rows.first_key - start : 0;
+    const int last = rows.last_key < start + kKeyTile ? rows.last_key - start : kKeyTile;
+    const TileBlocks tile = tile_blocks(a, s, item, start, first, last);
+    attend_tile<T>(a, tile, rows, start, queries, scratch, scratch.tile_sum);
+    for (int r = 0; r < rows.count; ++r) {
+      const float* sum = scratch.tile_sum + r * a.head_dim;
+      if (partial == nullptr) {
+        merge_row(a.head_dim, scratch.tile_max[r], scratch.tile_total[r], sum, scratch.max + r, scratch.total + r,
+                  scratch.sum + r * a.head_dim);
+      } else {
+        memcpy(partial, sum, sizeof(float) * a.head_dim);
+        partial[a.head_dim] = scratch.tile_max[r];
+        partial[a.head_dim + 1] = scratch.tile_total[r];
+        partial += a.head_dim + 2;
+      }
+    }
+  }
+  if (partial == nullptr) write_rows(a, s, item, rows, scratch);
+}
+
+void attend(const Attributes& a, const Step& s, const WorkItem& item, float* scratch, float* partial) {
+  switch (a.kv_dtype) {
+    case kFp32: return attend_item<kFp32>(a, s, item, scratch, partial);
+    case kBf16: return attend_item<kBf16>(a, s, item, scratch, partial);
+    case kInt8: return attend_item<kInt8>(a, s, item, scratch, partial);
+    case kFp8: return attend_item<kFp8>(a, s, item, scratch, partial);
+  }
+}
+
+void merge(const Attributes& a, const Step& s, const WorkItem& item, float* base, const float* partial) {
+  const Rows rows = rows_of(a, s, item);
+  const Scratch scratch = scratch_views(a, rows.count, base);
+  clear_rows(a, rows, scratch);
+  for (int t = item.first_tile; t < item.last_tile; ++t) {
+    for (int r = 0; r < rows.count; ++r, partial += a.head_dim + 2) {
+      merge_row(a.head_dim, partial[a.head_dim], partial[a.head_dim + 1], partial, scratch.max + r, scratch.total + r,
+                scratch.sum + r * a.head_dim);
+    }
+  }
+  write_rows(a, s, item, rows, scratch);
+}
+
+}  // namespace
+}  // namespace castline::CASTLINE_ISA

@@ -1,0 +1,9 @@
+// The kernels, compiled for avx2.
+#define CASTLINE_ISA avx2
+#define CASTLINE_ISA_AVX2
+#include "kernel.h"
+
+namespace castline {
+extern const Kernels kAvx2Kernels;
+const Kernels kAvx2Kernels = {"avx2", 8, avx2::append, avx2::attend, avx2::merge};
+}  // namespace castline

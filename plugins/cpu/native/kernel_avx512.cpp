@@ -1,0 +1,9 @@
+// The kernels, compiled for avx512.
+#define CASTLINE_ISA avx512
+#define CASTLINE_ISA_AVX512
+#include "kernel.h"
+
+namespace castline {
+extern const Kernels kAvx512Kernels;
+const Kernels kAvx512Kernels = {"avx512", 16, avx512::append, avx512::attend, avx512::merge};
+}  // namespace castline

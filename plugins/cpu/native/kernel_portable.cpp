@@ -1,0 +1,9 @@
+// The kernels, compiled for portable.
+#define CASTLINE_ISA portable
+
+#include "kernel.h"
+
+namespace castline {
+extern const Kernels kPortableKernels;
+const Kernels kPortableKernels = {"portable", 8, portable::append, portable::attend, portable::merge};
+}  // namespace castline

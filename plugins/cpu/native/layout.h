@@ -1,0 +1,53 @@
+// The layout of one KV block; nothing else knows it. H kv heads, N = block_size tokens, D = head_dim.
+//
+//   K    [H] tiles       fp32, fp8  [D][N]         one dimension of N keys is contiguous: lanes are keys
+//                        bf16       [D/2][N][2]    two dimensions of a key side by side: one 32-bit lane a key
+//                        int8       [D/4][N][4]    four dimensions of a key side by side: one 32-bit lane a key
+//   V    [H] tiles       fp32, fp8, int8  [N][D]   lanes are dimensions
+//                        bf16       [N/2][D][2]    two keys side by side: one 32-bit lane a dimension
+//   int8 only: K scales [H][N], then V scales [H][N], fp32
+//
+// The size is castline.engines.capacity.kv_block_bytes; every tile begins at a multiple of 64 bytes of the pool.
+#pragma once
+
+#include "attention.h"
+
+namespace castline {
+
+static inline int element_bytes(KvDtype dtype) { return dtype == kFp32 ? 4 : dtype == kBf16 ? 2 : 1; }
+
+static inline int64_t block_bytes(const Attributes& a) {
+  const int64_t per_token = a.head_dim * element_bytes(a.kv_dtype) + (a.kv_dtype == kInt8 ? 4 : 0);
+  return 2 * static_cast<int64_t>(a.num_kv_heads) * a.block_size * per_token;
+}
+
+// Where the tiles and scales of one kv head of one block are.
+struct HeadBlock {
+  uint8_t* k;
+  uint8_t* v;
+  float* k_scale;
+  float* v_scale;
+};
+
+static inline HeadBlock head_block(const Attributes& a, uint8_t* pool, int64_t block, int kv_head) {
+  uint8_t* base = pool + block * block_bytes(a);
+  const int64_t tile = static_cast<int64_t>(a.block_size) * a.head_dim * element_bytes(a.kv_dtype);
+  const int64_t heads = a.num_kv_heads;
+  float* scales = reinterpret_cast<float*>(base + 2 * heads * tile);
+  return {base + kv_head * tile, base + (heads + kv_head) * tile, scales + kv_head * a.block_size,
+          scales + (heads + kv_head) * a.block_size};
+}
+
+static inline int k_index(KvDtype dtype, int block_size, int offset, int d) {
+  switch (dtype) {
+    case kBf16: return (d / 2 * block_size + offset) * 2 + d % 2;
+    case kInt8: return (d / 4 * block_size + offset) * 4 + d % 4;
+    default: return d * block_size + offset;
+  }
+}
+
+static inline int v_index(KvDtype dtype, int head_dim, int offset, int d) {
+  return dtype == kBf16 ? (offset / 2 * head_dim + d) * 2 + offset % 2 : offset * head_dim + d;
+}
+
+}  // namespace castline

@@ -1,0 +1,30 @@
+// What the library exports: the registration that ONNX Runtime calls, and what castline.plugins.cpu.library asks.
+#include <string>
+
+#include "isa.h"
+#include "op.h"
+
+#define CASTLINE_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Raised with every change of the node's contract or of the block layout; castline.plugins.cpu.library holds its pair.
+CASTLINE_EXPORT const char* castline_plugin_version() { return "1"; }
+
+CASTLINE_EXPORT const char* castline_available_isas() { return castline::available_isas().c_str(); }
+
+// The instruction set that nodes of any head_dim from 16 up would use now, or nullptr where CASTLINE_ISA is refused.
+CASTLINE_EXPORT const char* castline_active_isa() {
+  std::string error;
+  const castline::Kernels* kernels = castline::select_kernels(castline::kMaxHeadDim, &error);
+  return kernels ? kernels->isa : nullptr;
+}
+
+CASTLINE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  using namespace castline::ort;
+  // A runtime too old for this version answers nullptr and offers no table to report through; Python has checked first.
+  const OrtApi* api = base->GetApi(kApiVersion);
+  if (api == nullptr) return nullptr;
+  OrtCustomOpDomain* domain = nullptr;
+  if (OrtStatus* status = create_domain(api, "castline", &domain)) return status;
+  if (OrtStatus* status = domain_add(api, domain, castline::paged_attention_op(api))) return status;
+  return add_domain(api, options, domain);
+}

@@ -1,0 +1,68 @@
+// Vec for AVX2 with FMA and F16C: eight lanes. Included by simd.h only.
+#pragma once
+
+#include <immintrin.h>
+
+namespace castline::CASTLINE_ISA {
+namespace {
+
+typedef __m256 Vec;
+typedef __m256i Int;
+constexpr int kLanes = 8;
+constexpr int kRowTile = 4;
+constexpr float kFp8Scale = 256.0f;
+
+CASTLINE_INLINE Vec broadcast(float x) { return _mm256_set1_ps(x); }
+CASTLINE_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
+CASTLINE_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+CASTLINE_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+CASTLINE_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+CASTLINE_INLINE Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+CASTLINE_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+CASTLINE_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+CASTLINE_INLINE float reduce_add(Vec v) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+CASTLINE_INLINE float reduce_max(Vec v) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+CASTLINE_INLINE Vec keep_range(Vec x, int lo, int hi, Vec other) {
+  const Int lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const Int below = _mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane);
+  const Int keep = _mm256_andnot_si256(below, _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane));
+  return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(keep));
+}
+CASTLINE_INLINE Vec keep_above(Vec x, Vec y, float bound, Vec other) {
+  return _mm256_blendv_ps(other, x, _mm256_cmp_ps(y, broadcast(bound), _CMP_GT_OQ));
+}
+CASTLINE_INLINE Int load_words(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+template <int N>
+CASTLINE_INLINE Int shift_left(Int v) {
+  return _mm256_slli_epi32(v, N);
+}
+template <int N>
+CASTLINE_INLINE Int shift_right(Int v) {
+  return _mm256_srai_epi32(v, N);
+}
+CASTLINE_INLINE Int high_half(Int v) { return _mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))); }
+CASTLINE_INLINE Vec as_float(Int v) { return _mm256_castsi256_ps(v); }
+CASTLINE_INLINE Vec to_float(Int v) { return _mm256_cvtepi32_ps(v); }
+CASTLINE_INLINE Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+CASTLINE_INLINE Vec exp2_int(Vec n) {
+  return as_float(shift_left<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127))));
+}
+CASTLINE_INLINE Vec load_int8(const uint8_t* p) {
+  return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+// The bits of e4m3, moved to fp16's place, are the value divided by 256 (subnormals too).
+CASTLINE_INLINE Vec load_fp8(const uint8_t* p) {
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<short>(0xbf80))));
+}
+
+}  // namespace
+}  // namespace castline::CASTLINE_ISA

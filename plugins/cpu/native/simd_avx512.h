@@ -1,0 +1,58 @@
+// Vec for AVX-512 (F, BW, DQ, VL): sixteen lanes. Included by simd.h only.
+#pragma once
+
+#include <immintrin.h>
+
+namespace castline::CASTLINE_ISA {
+namespace {
+
+typedef __m512 Vec;
+typedef __m512i Int;
+constexpr int kLanes = 16;
+constexpr int kRowTile = 6;
+constexpr float kFp8Scale = 256.0f;
+
+CASTLINE_INLINE Vec broadcast(float x) { return _mm512_set1_ps(x); }
+CASTLINE_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+CASTLINE_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+CASTLINE_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+CASTLINE_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+CASTLINE_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+CASTLINE_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+CASTLINE_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+CASTLINE_INLINE float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
+CASTLINE_INLINE float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
+CASTLINE_INLINE __mmask16 lanes_below(int n) {
+  return static_cast<__mmask16>(n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1u);
+}
+CASTLINE_INLINE Vec keep_range(Vec x, int lo, int hi, Vec other) {
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(lanes_below(hi) & ~lanes_below(lo)), other, x);
+}
+CASTLINE_INLINE Vec keep_above(Vec x, Vec y, float bound, Vec other) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(y, broadcast(bound), _CMP_GT_OQ), other, x);
+}
+CASTLINE_INLINE Int load_words(const uint8_t* p) { return _mm512_loadu_si512(p); }
+template <int N>
+CASTLINE_INLINE Int shift_left(Int v) {
+  return _mm512_slli_epi32(v, N);
+}
+template <int N>
+CASTLINE_INLINE Int shift_right(Int v) {
+  return _mm512_srai_epi32(v, N);
+}
+CASTLINE_INLINE Int high_half(Int v) { return _mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))); }
+CASTLINE_INLINE Vec as_float(Int v) { return _mm512_castsi512_ps(v); }
+CASTLINE_INLINE Vec to_float(Int v) { return _mm512_cvtepi32_ps(v); }
+CASTLINE_INLINE Vec round(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+CASTLINE_INLINE Vec exp2_int(Vec n) { return _mm512_scalef_ps(broadcast(1.0f), n); }
+CASTLINE_INLINE Vec load_int8(const uint8_t* p) {
+  return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+// The bits of e4m3, moved to fp16's place, are the value divided by 256 (subnormals too).
+CASTLINE_INLINE Vec load_fp8(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbf80))));
+}
+
+}  // namespace
+}  // namespace castline::CASTLINE_ISA

@@ -1,0 +1,173 @@
+"""One ONNX Runtime session over a cpu engine's graph, with its KV pool: what the builder verifies and the runtime serves."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from castline.engines.errors import EngineError
+from castline.plugins.contract import LOGITS, StepTensors, kv_pool_name
+from castline.plugins.cpu.library import active_isa, library_path
+
+_ALIGNMENT: Final = 64
+_ERROR_LEVEL: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """How a session runs."""
+
+    num_threads: int = 0
+    """Threads of a step, the caller's included; 0 takes one a physical core."""
+    spinning: bool = True
+    """Threads wait for the next node of a running step by spinning (1.6 times faster at batch 1). Between steps they
+    always sleep, so that an idle engine uses no CPU and the server's own threads have the cores."""
+    config: Mapping[str, str] = field(default_factory=dict)
+    """Further session configuration entries of ONNX Runtime."""
+    profile_prefix: str | None = None
+    """Write ONNX Runtime's profile, a JSON file whose name begins so, when the session is closed."""
+
+
+class CpuSession:
+    """An engine graph and a zeroed pool of *num_blocks* KV blocks a layer, of *block_bytes* bytes each.
+
+    Not thread-safe: one step at a time. Raises EngineError where the graph, the library or the memory is not as needed.
+    """
+
+    num_layers: int
+    vocab_size: int
+
+    def __init__(
+        self, graph: Path | bytes, *, num_blocks: int, block_bytes: int, options: SessionOptions | None = None
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self._session: Any = _open(graph, options or SessionOptions())
+        inputs = {i.name: i.shape for i in self._session.get_inputs()}
+        self.num_layers = _check_pool_inputs(inputs, block_bytes)
+        self.vocab_size = _vocab_size(self._session)
+        self._has_input = frozenset(inputs)
+        self.pool = _allocate_pool(self.num_layers, num_blocks, block_bytes)
+        self._binding: Any = self._session.io_binding()
+        for layer in range(self.num_layers):
+            self._bind_input(kv_pool_name(layer), self.pool[layer])
+        self._logits = np.empty(0, np.float32)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole KV blocks (source, destination) in every layer, in order."""
+        for source, destination in copies:
+            if not (0 <= source < self.num_blocks and 0 <= destination < self.num_blocks):
+                raise EngineError(f"block copy {source} -> {destination}: the pool has {self.num_blocks} blocks")
+            self.pool[:, destination] = self.pool[:, source]
+
+    def step(self, tensors: StepTensors) -> NDArray[np.float32]:
+        """Runs one forward pass; logits [R, vocab_size], valid until the next call. Raises EngineError.
+
+        A step that fails may have written its own slots of the pool, and nothing else.
+        """
+        feeds = tensors.feeds()  # the arrays must outlive the run: their addresses are bound
+        for name, array in feeds.items():
+            if name in self._has_input:
+                feeds[name] = array = np.ascontiguousarray(array)
+                self._bind_input(name, array)
+        logits = self._bind_logits(len(tensors.logits_indices))
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # onnxruntime's own types share no base but Exception
+            raise EngineError(f"the step failed: {error}") from error
+        return logits
+
+    def close(self) -> None:
+        """Releases the session, its threads and the pool; further steps are an error. Writes the profile if asked to."""
+        if self._session is None:
+            return
+        if self._session.get_session_options().enable_profiling:
+            self._session.end_profiling()
+        self._binding = self._session = None
+        self.pool = self.pool[:0]
+        self._logits = self._logits[:0]
+
+    def __enter__(self) -> "CpuSession":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _bind_input(self, name: str, array: NDArray[Any]) -> None:
+        self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def _bind_logits(self, rows: int) -> NDArray[np.float32]:
+        size = rows * self.vocab_size
+        if size > self._logits.size or self._logits.size == 0:
+            self._logits = np.empty(max(size, self.vocab_size), np.float32)
+        view = self._logits[:size].reshape(rows, self.vocab_size)
+        self._binding.bind_output(LOGITS, "cpu", 0, np.float32, view.shape, self._logits.ctypes.data)
+        return view
+
+
+def native_options(options: SessionOptions) -> Any:
+    """ONNX Runtime's own options for *options*, with the plugin registered; what is timed runs as what is served."""
+    native = onnxruntime.SessionOptions()
+    native.register_custom_ops_library(str(library_path()))
+    native.log_severity_level = _ERROR_LEVEL
+    native.intra_op_num_threads = options.num_threads
+    native.inter_op_num_threads = 1
+    native.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
+    native.add_session_config_entry("session.force_spinning_stop", "1")
+    for key, value in options.config.items():
+        native.add_session_config_entry(key, value)
+    if options.profile_prefix is not None:
+        native.enable_profiling = True
+        native.profile_file_prefix = options.profile_prefix
+    return native
+
+
+def _open(graph: Path | bytes, options: SessionOptions) -> Any:
+    active_isa()  # refuses a CASTLINE_ISA that the host lacks before a graph is read
+    native = native_options(options)
+    source = graph if isinstance(graph, bytes) else str(graph)
+    try:
+        return onnxruntime.InferenceSession(source, native, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own types share no base but Exception
+        name = "the graph" if isinstance(graph, bytes) else str(graph)
+        raise EngineError(f"onnxruntime cannot load {name}: {error}") from error
+
+
+def _check_pool_inputs(inputs: Mapping[str, list[int | str]], block_bytes: int) -> int:
+    """Number of layers, from the pool inputs; raises EngineError where their shape disagrees with *block_bytes*."""
+    layers = 0
+    while (name := kv_pool_name(layers)) in inputs:
+        declared = inputs[name][-1]
+        if isinstance(declared, int) and declared != block_bytes:
+            raise EngineError(f"graph input {name} has blocks of {declared} bytes, the engine of {block_bytes}")
+        layers += 1
+    if layers == 0:
+        raise EngineError(f"the graph has no input {kv_pool_name(0)}: it is not a castline engine for the cpu target")
+    return layers
+
+
+def _vocab_size(session: Any) -> int:
+    shapes = {o.name: o.shape for o in session.get_outputs()}
+    size = shapes.get(LOGITS, [None])[-1]
+    if not isinstance(size, int):
+        raise EngineError(f"the graph has no output {LOGITS} [R, vocab_size] with a fixed vocab_size")
+    return size
+
+
+def _allocate_pool(num_layers: int, num_blocks: int, block_bytes: int) -> NDArray[np.uint8]:
+    """[num_layers, num_blocks, block_bytes], every layer aligned, every page touched: no later step faults one in."""
+    layer_bytes = -(-num_blocks * block_bytes // _ALIGNMENT) * _ALIGNMENT
+    try:
+        raw = np.empty(num_layers * layer_bytes + _ALIGNMENT, np.uint8)
+    except MemoryError:
+        raise EngineError(
+            f"no memory for a KV pool of {num_layers * layer_bytes:,} bytes ({num_blocks} blocks); ask for fewer blocks"
+        ) from None
+    start = -raw.ctypes.data % _ALIGNMENT
+    layers = raw[start : start + num_layers * layer_bytes].reshape(num_layers, layer_bytes)
+    layers.fill(0)
+    return layers[:, : num_blocks * block_bytes].reshape(num_layers, num_blocks, block_bytes)

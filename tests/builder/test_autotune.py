@@ -1,0 +1,296 @@
+"""The tuner's choices with a scripted bench, its cache, and the real bench on small shapes."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from castline.builder.autotune import (
+    STEP_WEIGHTS,
+    TuningRequest,
+    autotune,
+    cheapest,
+    count_cases,
+    default_choices,
+    thread_candidates,
+)
+from castline.builder.bench import CachedBench, OrtBench, attention_feeds, matmul_model
+from castline.builder.recipes import RECIPES
+from castline.builder.tuning_cache import TuningCache, TuningEnvironment, default_cache_dir
+from castline.builder.tuning_cases import AttentionCase, MatmulCase
+from castline.engines.manifest import Host
+from castline.plugins.contract import AttentionAttributes, KvDtypeCode, kv_pool_name
+
+ATTENTION = AttentionAttributes(
+    layer=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, block_size=32, kv_dtype=KvDtypeCode.INT8
+)
+HOST = Host("cpu", "x86_64", "a cpu", ("avx2",), 4)
+ENVIRONMENT = TuningEnvironment(HOST, "1.32.0", "0" * 64)
+
+
+def request(**changes: object) -> TuningRequest:
+    fields: dict[str, object] = {
+        "recipe": RECIPES["int8"],
+        "layer_shapes": ((64, 96), (96, 64)),
+        "head_shapes": ((64, 512),),
+        "attention": ATTENTION,
+        "cores": 4,
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+    }
+    return TuningRequest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class ScriptedBench:
+    """Times given by functions of the case; remembers what it was asked."""
+
+    def __init__(
+        self,
+        matmul: Callable[[MatmulCase], float] = lambda case: 1.0,
+        attention: Callable[[AttentionCase], float] = lambda case: 1.0,
+    ) -> None:
+        self._matmul, self._attention = matmul, attention
+        self.matmuls: list[MatmulCase] = []
+        self.attentions: list[AttentionCase] = []
+
+    def matmul(self, case: MatmulCase) -> float:
+        self.matmuls.append(case)
+        return self._matmul(case)
+
+    def attention(self, case: AttentionCase) -> float:
+        self.attentions.append(case)
+        return self._attention(case)
+
+
+def test_weights_are_shares() -> None:
+    """A weight table that does not sum to one would make costs of two tables incomparable in the report."""
+    assert sum(STEP_WEIGHTS.values()) == pytest.approx(1.0)
+
+
+def test_cheapest_is_by_ratio_not_by_sum() -> None:
+    """By plain sum the largest step would decide alone: b saves 100 us of 10,000 and triples every decode step."""
+    times = {"a": {"1": 10.0, "512": 10_000.0}, "b": {"1": 30.0, "512": 9_900.0}}
+    assert cheapest(times, {"1": 0.5, "512": 0.5}) == "a"
+
+
+def test_tie_falls_to_the_default() -> None:
+    """Equal candidates must not make two builds differ."""
+    times = {name: {"1": 5.0} for name in ("default", "other")}
+    assert cheapest(times, {"1": 1.0}) == "default"
+
+
+def test_defaults_are_the_first_kernels_and_all_cores() -> None:
+    """--no-tune promises documented choices, with head and layers each from its own list."""
+    choices = default_choices(request(recipe=RECIPES["int4"]))
+    assert not choices.measured
+    assert choices.kernels[64, 96] is RECIPES["int4"].layer_kernels[0]
+    assert choices.kernels[64, 512] is RECIPES["int4"].head_kernels[0]
+    assert (choices.num_threads, choices.block_size, choices.query_tile, choices.kv_split) == (4, 32, 0, 0)
+
+
+def test_picks_the_fastest_of_each() -> None:
+    """Each shape has its own winner; attention attributes are chosen one after the other."""
+    wide, narrow = RECIPES["int8"].layer_kernels[2], RECIPES["int8"].layer_kernels[1]
+
+    def matmul(case: MatmulCase) -> float:
+        fastest = wide if case.k == 64 else narrow
+        return (10.0 if case.kernel == fastest else 20.0) / (2 if case.threads == 2 else 1)
+
+    def attention(case: AttentionCase) -> float:
+        a = case.attributes
+        return 1.0 + abs(a.block_size - 64) + abs(a.query_tile - 8) + abs(a.kv_split - 256)
+
+    bench = ScriptedBench(matmul, attention)
+    choices = autotune(request(), bench, lambda: None)
+    assert choices.measured
+    assert choices.num_threads == 2
+    assert choices.kernels == {(64, 96): wide, (96, 64): narrow, (64, 512): wide}
+    assert (choices.block_size, choices.query_tile, choices.kv_split) == (64, 8, 256)
+    assert {case.attributes.block_size for case in bench.attentions if case.attributes.query_tile} == {64}
+
+
+def test_what_the_user_fixed_is_not_tuned() -> None:
+    """--threads and --block-size would otherwise be accepted and ignored."""
+    bench = ScriptedBench(attention=lambda case: float(case.attributes.block_size))
+    choices = autotune(request(threads=3, block_size=128), bench, lambda: None)
+    assert (choices.num_threads, choices.block_size) == (3, 128)
+    assert {case.threads for case in bench.matmuls} == {3}
+    assert {case.attributes.block_size for case in bench.attentions} == {128}
+    assert not any(name.startswith(("threads", "attention block_size")) for name in choices.timings_us)
+
+
+def test_cases_stay_within_the_limits() -> None:
+    """A kernel must not win by a step size that this engine never meets."""
+    bench = ScriptedBench()
+    autotune(request(threads=1, max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32), bench, lambda: None)
+    assert {case.rows for case in bench.matmuls if case.n == 512} == {1, 8}
+    assert {case.rows for case in bench.matmuls if case.n != 512} == {1, 8, 32}
+    assert max(case.kv_len for case in bench.attentions) <= 128
+
+
+def test_progress_counts_every_timing() -> None:
+    """The bar ends exactly at its end."""
+    advanced: list[None] = []
+    autotune(request(), ScriptedBench(), lambda: advanced.append(None))
+    assert len(advanced) == count_cases(request())
+
+
+def test_manifest_holds_every_timing() -> None:
+    """The report shows each candidate of each thing that was tuned, the choice among them."""
+    choices = autotune(request(), ScriptedBench(), lambda: None)
+    tuning = choices.manifest()
+    assert tuning.matmul["64x96"] in tuning.timings_us["matmul 64x96, 512"]
+    assert set(tuning.timings_us["threads, 1"]) == {"4", "2", "1"}
+    assert set(tuning.attention) == {"block_size", "query_tile", "kv_split"}
+
+
+def test_thread_candidates_of_small_hosts() -> None:
+    """One core has one candidate, not three times the same."""
+    assert thread_candidates(1) == (1,)
+    assert thread_candidates(2) == (2, 1)
+    assert thread_candidates(16) == (16, 8, 4)
+
+
+CASE = {"k": 64, "n": 96, "kernel": "a"}
+
+
+def test_cache_returns_what_was_put(tmp_path: Path) -> None:
+    """The second build reads timings instead of taking them."""
+    cache = TuningCache(tmp_path, ENVIRONMENT)
+    assert cache.get("matmul", CASE) is None
+    cache.put("matmul", CASE, 12.5)
+    assert TuningCache(tmp_path, ENVIRONMENT).get("matmul", CASE) == 12.5
+    assert TuningCache(tmp_path, ENVIRONMENT).get("matmul", dict(reversed(CASE.items()))) == 12.5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        TuningEnvironment(Host("cpu", "x86_64", "another cpu", ("avx2",), 4), "1.32.0", "0" * 64),
+        TuningEnvironment(Host("cpu", "x86_64", "a cpu", ("avx2", "avx512f"), 4), "1.32.0", "0" * 64),
+        TuningEnvironment(Host("cpu", "x86_64", "a cpu", ("avx2",), 8), "1.32.0", "0" * 64),
+        TuningEnvironment(HOST, "1.33.0", "0" * 64),
+        TuningEnvironment(HOST, "1.32.0", "1" * 64),
+    ],
+    ids=["cpu", "isa", "cores", "onnxruntime", "plugin"],
+)
+def test_cache_knows_its_environment(tmp_path: Path, other: TuningEnvironment) -> None:
+    """A home directory shared by two hosts must not give one the other's timings."""
+    TuningCache(tmp_path, ENVIRONMENT).put("matmul", CASE, 12.5)
+    assert TuningCache(tmp_path, other).get("matmul", CASE) is None
+    assert TuningCache(tmp_path, ENVIRONMENT).get("attention", CASE) is None
+    assert TuningCache(tmp_path, ENVIRONMENT).get("matmul", {**CASE, "n": 97}) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\x00", b'{"key": "x", "microseconds": 1.0}', b"null"])
+def test_damaged_entry_is_a_miss_and_is_replaced(tmp_path: Path, content: bytes) -> None:
+    """A file cut short by a full disk must not stop a build, nor be believed."""
+    cache = TuningCache(tmp_path, ENVIRONMENT)
+    cache.put("matmul", CASE, 12.5)
+    [entry] = tmp_path.rglob("*.json")
+    entry.write_bytes(content)
+    assert cache.get("matmul", CASE) is None
+    cache.put("matmul", CASE, 13.5)
+    assert cache.get("matmul", CASE) == 13.5
+
+
+@pytest.mark.parametrize("microseconds", ["-1.0", "0.0", "1e999"])
+def test_impossible_timing_is_a_miss(tmp_path: Path, microseconds: str) -> None:
+    """A zero would win every comparison and divide by zero."""
+    cache = TuningCache(tmp_path, ENVIRONMENT)
+    cache.put("matmul", CASE, 12.5)
+    [entry] = tmp_path.rglob("*.json")
+    entry.write_text(entry.read_text().replace("12.5", microseconds))
+    assert cache.get("matmul", CASE) is None
+
+
+def test_unwritable_cache_is_no_error(tmp_path: Path) -> None:
+    """A read-only home directory makes builds slower, not impossible."""
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    cache = TuningCache(blocked, ENVIRONMENT)
+    cache.put("matmul", CASE, 12.5)
+    assert cache.get("matmul", CASE) is None
+
+
+def _hammer(directory: Path, value: float) -> None:
+    cache = TuningCache(directory, ENVIRONMENT)
+    for _ in range(200):
+        cache.put("matmul", CASE, value)
+        assert cache.get("matmul", CASE) in (1.0, 2.0)
+
+
+def test_concurrent_builds_share_a_cache(tmp_path: Path) -> None:
+    """Two writers of one entry: every reader sees one of the two whole, and no temporary file stays."""
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_hammer, args=(tmp_path, value)) for value in (1.0, 2.0)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"]
+
+
+def test_second_tuning_times_nothing(tmp_path: Path) -> None:
+    """The whole of a tuning comes from the cache the second time, with the same choices."""
+    first = autotune(request(), CachedBench(ScriptedBench(), TuningCache(tmp_path, ENVIRONMENT)), lambda: None)
+    idle = ScriptedBench()
+    second = autotune(request(), CachedBench(idle, TuningCache(tmp_path, ENVIRONMENT)), lambda: None)
+    assert second == first
+    assert not idle.matmuls
+    assert not idle.attentions
+
+
+def test_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache lies where the platform's users look for it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_cache_dir() == Path("/somewhere/castline")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path.home() / ".cache/castline"
+
+
+def _options(threads: int) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    return options
+
+
+KERNELS = [kernel for recipe in RECIPES.values() for kernel in (*recipe.layer_kernels, *recipe.head_kernels)]
+
+
+@pytest.mark.parametrize("kernel", {kernel.name: kernel for kernel in KERNELS}.values(), ids=lambda kernel: kernel.name)
+def test_every_kernel_of_every_recipe_runs(kernel: object) -> None:
+    """A recipe must not list a kernel that ONNX Runtime refuses, K not divisible by its block included."""
+    bench = OrtBench(_options)
+    assert bench.matmul(MatmulCase(72, 48, kernel, rows=3, threads=1)) > 0  # type: ignore[arg-type]
+
+
+def test_matmul_model_computes_its_shape() -> None:
+    """A timing of another shape than the case's would steer the choice wrongly and silently."""
+    kernel = RECIPES["fp32"].layer_kernels[0]
+    model, weights = matmul_model(8, 5, kernel, np.random.default_rng(0))
+    options = _options(1)
+    options.add_external_initializers(list(weights), [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()])
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(1).standard_normal((3, 8), np.float32)
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], x @ weights["w"], rtol=1e-5, atol=1e-5)
+
+
+def test_attention_feeds_keep_the_step_contract() -> None:
+    """Slots must be distinct and lie in the blocks that the table gives the sequence."""
+    feeds = attention_feeds(
+        AttentionCase(ATTENTION, batch=3, query_len=5, kv_len=70, threads=1), np.random.default_rng(0)
+    )
+    slots, table = feeds["slot_mapping"].reshape(3, 5), feeds["block_table"]
+    assert len(set(slots.reshape(-1).tolist())) == 15
+    assert table.shape == (3, 3)
+    for row in range(3):
+        assert set((slots[row] // 32).tolist()) <= set(table[row].tolist())
+    assert feeds["cu_query_lens"].tolist() == [0, 5, 10, 15]
+    assert feeds["kv_lens"].tolist() == [70, 70, 70]
+    assert feeds[kv_pool_name(0)].shape[0] == 9

@@ -1,0 +1,103 @@
+"""Fixtures that rooms share: the demo engines, built once a run by the real command, and a running server."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CASTLINE = [sys.executable, "-m", "castline"]
+
+
+@dataclass
+class Server:
+    """A `castline run` process that has said it is ready."""
+
+    process: subprocess.Popen[str]
+    http_url: str
+    grpc_address: str
+    log: list[str]
+
+    def wait(self, timeout: float = 60) -> int:
+        return self.process.wait(timeout)
+
+
+def _collect(stream: Iterator[str], log: list[str], ready: threading.Event) -> None:
+    for line in stream:
+        log.append(line.rstrip("\n"))
+        if line.startswith("ready"):
+            ready.set()
+    ready.set()
+
+
+@contextlib.contextmanager
+def run_server(repository: Path, *options: str) -> Iterator[Server]:
+    """Serves *repository* on free ports until the block ends."""
+    command = [*CASTLINE, "run", str(repository), "--http-port", "0", "--grpc-port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    log: list[str] = []
+    ready = threading.Event()
+    threading.Thread(target=_collect, args=(process.stdout, log, ready), daemon=True).start()
+    try:
+        ready.wait(120)
+        text = "\n".join(log)
+        http = re.search(r"http://[\d.]+:\d+", text)
+        grpc = re.search(r"grpc://([\d.]+:\d+)", text)
+        assert process.poll() is None, text
+        assert http, text
+        assert grpc, text
+        yield Server(process, http.group(0), grpc.group(1), log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _build_demo(repository: Path, *options: str) -> Path:
+    command = [*CASTLINE, "build", "demo", "--name", "smollm2", "--no-tune", "--output", str(repository), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return repository
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Builds each variant of the demo engine at most once. CASTLINE_TEST_ENGINES keeps them between runs."""
+    kept = os.environ.get("CASTLINE_TEST_ENGINES")
+    root = Path(kept) if kept else tmp_path_factory.mktemp("engines")
+
+    def engine(recipe: str, kv_dtype: str) -> Path:
+        repository = root / f"{recipe}-{kv_dtype}"
+        if not any(repository.glob("*/*/engine.json")):
+            _build_demo(repository, "--recipe", recipe, "--kv-dtype", kv_dtype)
+        return repository
+
+    return engine
+
+
+@pytest.fixture(scope="session")
+def int8_engine(engines: Callable[..., Path]) -> Path:
+    """Repository with the default demo engine: int8 weights, int8 KV."""
+    return engines("int8", "int8")
+
+
+@pytest.fixture(scope="session")
+def fp32_engine(engines: Callable[..., Path]) -> Path:
+    """Repository with the demo engine in fp32 weights and fp32 KV."""
+    return engines("fp32", "fp32")
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[..., contextlib.AbstractContextManager[Server]]:
+    return run_server

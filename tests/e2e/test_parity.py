@@ -1,0 +1,96 @@
+"""The demo engine in fp32 says what transformers says, however its tokens were scheduled."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from castline import LLM, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+NUM_PROMPTS = 32
+NUM_TOKENS = 64
+SUBJECTS = ["a lighthouse", "the tax office", "prime numbers", "a cat", "the sea", "a compiler", "rain", "bread"]
+TASKS = ["Write a sentence about {}.", "List three facts about {}:", "Q: What is {}?\nA:", "def f():  # about {}\n"]
+
+
+def prompts() -> list[str]:
+    texts = [task.format(subject) for task in TASKS for subject in SUBJECTS]
+    assert len(texts) == NUM_PROMPTS
+    return texts
+
+
+@pytest.fixture(scope="module")
+def reference() -> Callable[[Sequence[int]], np.ndarray[Any, Any]]:
+    """Argmax of transformers' logits in fp32 at every position of a text."""
+    torch = pytest.importorskip("torch")
+    from castline.builder.checkpoint import load_checkpoint
+
+    model = load_checkpoint("demo").model
+
+    def argmax(token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        best: np.ndarray[Any, Any] = logits.argmax(-1).numpy()
+        return best
+
+    return argmax
+
+
+def greedy(llm: LLM, texts: list[str]) -> list[tuple[int, ...]]:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [tuple(result.outputs[0].token_ids) for result in llm.generate(texts, params)]
+
+
+@pytest.fixture(scope="module")
+def alone(fp32_engine: Path) -> list[tuple[int, ...]]:
+    with LLM(fp32_engine) as llm:
+        return [greedy(llm, [text])[0] for text in prompts()]
+
+
+def test_alone_equals_transformers(
+    fp32_engine: Path, alone: list[tuple[int, ...]], reference: Callable[[Sequence[int]], np.ndarray[Any, Any]]
+) -> None:
+    """A greedy text is right when each token is the reference's argmax after the tokens before it."""
+    with LLM(fp32_engine) as llm:
+        for text, token_ids in zip(prompts(), alone, strict=True):
+            assert len(token_ids) == NUM_TOKENS
+            prompt_ids = llm.tokenizer.encode(text)
+            best = reference([*prompt_ids, *token_ids])
+            np.testing.assert_array_equal(best[len(prompt_ids) - 1 : -1], token_ids, err_msg=text)
+
+
+def test_batched_equals_alone(fp32_engine: Path, alone: list[tuple[int, ...]]) -> None:
+    """Neighbours in the batch change nothing."""
+    with LLM(fp32_engine, max_num_seqs=NUM_PROMPTS) as llm:
+        assert greedy(llm, prompts()) == alone
+
+
+def test_chunked_equals_alone(fp32_engine: Path, alone: list[tuple[int, ...]]) -> None:
+    """A budget of 5 tokens cuts every prompt into chunks that ride with decodes."""
+    with LLM(fp32_engine, max_num_batched_tokens=5, max_num_seqs=4) as llm:
+        assert greedy(llm, prompts()[:8]) == alone[:8]
+
+
+def test_prefix_hit_equals_alone(fp32_engine: Path, alone: list[tuple[int, ...]]) -> None:
+    """A prompt and continuation read from the prefix cache give the text that computing them gave."""
+    with LLM(fp32_engine) as llm:
+        first = greedy(llm, prompts())
+        hits_before = llm.stats().prefix_cache_hits
+        long_prompts = [
+            [*llm.tokenizer.encode(text), *token_ids[:40]] for text, token_ids in zip(prompts(), first, strict=True)
+        ]
+        rest = SamplingParams(temperature=0, max_tokens=NUM_TOKENS - 40, ignore_eos=True)
+        continued = [tuple(result.outputs[0].token_ids) for result in llm.generate(long_prompts, rest)]
+        assert llm.stats().prefix_cache_hits > hits_before
+    assert continued == [token_ids[40:] for token_ids in alone]
+
+
+def test_preempted_equals_alone(fp32_engine: Path, alone: list[tuple[int, ...]]) -> None:
+    """A pool too small for all of them preempts, and no token changes."""
+    with LLM(fp32_engine, kv_blocks=12, max_num_seqs=8, max_model_len=256) as llm:
+        assert greedy(llm, prompts()[:16]) == alone[:16]
+        assert llm.stats().preemptions > 0

@@ -1,0 +1,156 @@
+"""Refusing a bundle that does not belong on this host, before anything of it is loaded."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from castline.engines.check import SMALL_FILE_BYTES, check_files, check_host, verify_files
+from castline.engines.errors import EngineError, ManifestMismatch
+from castline.engines.manifest import BundleFile, Host, Manifest, Plugin, read_manifest, write_manifest
+
+HOST = Host("cpu", "x86_64", "Another CPU", ("avx2", "fma", "avx512f"), 8)
+PLUGIN = Plugin("castline_cpu", "1", "ab" * 32)
+
+
+def refusal(
+    manifest: Manifest, host: Host = HOST, plugin: Plugin | None = PLUGIN, runtime: str | None = "1.32.1"
+) -> str:
+    with pytest.raises(ManifestMismatch) as caught:
+        check_host(manifest, host, plugin, runtime)
+    message = str(caught.value)
+    assert f"rebuild it here: {manifest.rebuild_command}" in message
+    return message
+
+
+def test_a_host_that_offers_more_is_accepted(manifest: Manifest) -> None:
+    """More cores, another CPU model, a newer ONNX Runtime and more instructions are no reason to refuse."""
+    check_host(manifest, HOST, PLUGIN, "1.33.0")
+
+
+def test_every_mismatch_is_named_at_once(manifest: Manifest) -> None:
+    """C01, C02: fixing one mismatch only to be told of the next; each line says built with and found."""
+    host = Host("tensorrt", "aarch64", "Arm", ("asimd",), 2)
+    message = refusal(manifest, host, Plugin("castline_cpu", "2", "cd" * 32), "1.22.0")
+    for line in (
+        "host.target: built with cpu, found tensorrt",
+        "host.machine: built with x86_64, found aarch64",
+        "host.isa: built with avx2 avx512f, found asimd (lacks avx2 avx512f)",
+        "plugin.version: built with 1, found 2",
+        f"plugin.sha256: built with {'ab' * 32}, found {'cd' * 32}",
+        "tool_versions.onnxruntime: built with 1.32.0, found 1.22.0 (older)",
+    ):
+        assert line in message
+
+
+def test_a_missing_isa_alone_is_refused(manifest: Manifest) -> None:
+    """C02: weights packed for AVX-512 on an AVX2 host end in an illegal instruction."""
+    message = refusal(manifest, replace(HOST, isa=("avx2",)))
+    assert "(lacks avx512f)" in message
+    assert message.count("built with") == 1
+
+
+def test_a_missing_plugin_is_a_typed_error(manifest: Manifest) -> None:
+    """C03: None where a library was expected must not become an AttributeError."""
+    assert "plugin: built with castline_cpu 1, found no such library" in refusal(manifest, plugin=None)
+
+
+@pytest.mark.parametrize(
+    ("found", "accepted"), [("1.32.0", True), ("1.100.0", True), ("2.0.0", True), ("1.4.9", False)]
+)
+def test_runtime_versions_compare_as_numbers(manifest: Manifest, found: str, accepted: bool) -> None:
+    """C01: as text 1.4 is newer than 1.32 and 1.100 older."""
+    if accepted:
+        check_host(manifest, HOST, PLUGIN, found)
+    else:
+        assert "onnxruntime" in refusal(manifest, runtime=found)
+
+
+def test_an_absent_runtime_is_named(manifest: Manifest) -> None:
+    """C01: not installed at all."""
+    assert "tool_versions.onnxruntime: built with 1.32.0, found not installed" in refusal(manifest, runtime=None)
+
+
+def test_a_tensorrt_plan_wants_the_very_version(manifest: Manifest) -> None:
+    """C01: a TensorRT plan of 11.0 is not readable by 11.1: newer is not good enough there."""
+    built = replace(manifest, host=replace(manifest.host, target="tensorrt"), tool_versions={"tensorrt": "11.0.0"})
+    host = replace(HOST, target="tensorrt")
+    check_host(built, host, PLUGIN, "11.0.0")
+    assert "tensorrt: built with 11.0.0, found 11.1.0" in refusal(built, host, runtime="11.1.0")
+
+
+@pytest.mark.parametrize("verified", [None, False])
+def test_an_unverified_engine_needs_the_flag(manifest: Manifest, verified: bool | None) -> None:
+    """C10: an engine whose parity gate failed, or never ran, must not be served by default."""
+    assert manifest.parity is not None
+    parity = None if verified is None else replace(manifest.parity, verified=False)
+    with pytest.raises(EngineError, match="--allow-unverified"):
+        check_host(replace(manifest, parity=parity), HOST, PLUGIN, "1.32.0")
+    check_host(replace(manifest, parity=parity), HOST, PLUGIN, "1.32.0", allow_unverified=True)
+
+
+def test_the_flag_does_not_excuse_a_mismatch(manifest: Manifest) -> None:
+    """--allow-unverified is about parity only."""
+    with pytest.raises(ManifestMismatch):
+        check_host(replace(manifest, parity=None), HOST, None, "1.32.0", allow_unverified=True)
+
+
+def test_another_schema_names_both_versions_and_the_cure(tmp_path: Path, manifest: Manifest) -> None:
+    """C01: a manifest of the future must not be half understood."""
+    write_manifest(tmp_path, replace(manifest, schema_version=99))
+    with pytest.raises(ManifestMismatch, match=r"built with 99, .* reads 1.*castline build smol"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{", b"\xff", b'{"schema_version": 1}', b'{"schema_version": 1, "model": 3}']
+)
+def test_a_damaged_manifest_is_a_typed_error(tmp_path: Path, raw: bytes) -> None:
+    """A truncated copy must say so, not raise whatever the parser raises."""
+    (tmp_path / "engine.json").write_bytes(raw)
+    with pytest.raises(EngineError, match=re.escape(str(tmp_path))):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_survives_its_file(tmp_path: Path, manifest: Manifest) -> None:
+    """Every field must be written and read back as it was, tuples and nested figures too."""
+    full = replace(manifest, files={"a": BundleFile(1, "00")})
+    write_manifest(tmp_path, full)
+    assert read_manifest(tmp_path) == full
+    assert msgspec.json.decode((tmp_path / "engine.json").read_bytes())["schema_version"] == 1
+
+
+def damage_bundle(tmp_path: Path, manifest: Manifest, size: int) -> Manifest:
+    """A bundle of one sparse file of *size* bytes, recorded with a hash that is not its own."""
+    with (tmp_path / "weights.bin").open("wb") as file:
+        file.truncate(size)
+    return replace(manifest, files={"weights.bin": BundleFile(size, "00" * 32)})
+
+
+def test_start_up_finds_a_changed_small_file(tmp_path: Path, manifest: Manifest) -> None:
+    """A tokenizer of another model in the bundle answers fluent nonsense."""
+    with pytest.raises(EngineError, match=r"weights\.bin: sha256 [0-9a-f]{64}, built with 0000"):
+        check_files(tmp_path, damage_bundle(tmp_path, manifest, 1000))
+
+
+def test_only_the_full_check_reads_large_files(tmp_path: Path, manifest: Manifest) -> None:
+    """Hashing the weights at every start costs seconds; on request every byte counts."""
+    changed = damage_bundle(tmp_path, manifest, SMALL_FILE_BYTES + 1)
+    check_files(tmp_path, changed)
+    with pytest.raises(EngineError, match=r"weights\.bin: sha256"):
+        verify_files(tmp_path, changed)
+
+
+def test_missing_and_truncated_files_are_all_listed(tmp_path: Path, manifest: Manifest) -> None:
+    """An interrupted copy lacks several files: one message names them all with their sizes, and the cure."""
+    changed = damage_bundle(tmp_path, manifest, SMALL_FILE_BYTES + 1)
+    (tmp_path / "weights.bin").write_bytes(b"abc")
+    changed = replace(changed, files={**changed.files, "tokenizer.json": BundleFile(10, "00" * 32)})
+    with pytest.raises(EngineError) as caught:
+        check_files(tmp_path, changed)
+    message = str(caught.value)
+    assert f"weights.bin: 3 bytes, built with {SMALL_FILE_BYTES + 1}" in message
+    assert "tokenizer.json: cannot be read: No such file or directory" in message
+    assert manifest.rebuild_command in message
