@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 
-from castline.runtime.core import EngineCore
 from castline.runtime.sampler import Sampler
 
 MIXES = [
@@ -22,10 +21,7 @@ def serve(make_engine):
     """Runs requests (prompt, params) together on one engine; the tokens of each continuation, and the engine."""
 
     def serve(requests, **limits):
-        engine = make_engine(max_model_len=40, **limits)
-        engine.sampler = Sampler(engine.executor.vocab_size, (96,))
-        engine.core = EngineCore(engine.executor, engine.limits, (96,), engine.sampler, clock=engine.clock)
-        engine._observe_plans()
+        engine = make_engine(max_model_len=40, sampler=Sampler(97, (96,)), **limits)
         for number, prompt, params in requests:
             engine.add(f"r{number}", prompt, max_tokens=15, ignore_eos=True, **params)
         engine.run()
@@ -49,9 +45,7 @@ def test_tokens_do_not_depend_on_the_batch(serve, num_blocks):
 
 def test_a_row_of_nan_ends_one_sequence(make_engine):
     """The sampler names the broken row; the engine ends that sequence in the same step and no other."""
-    engine = make_engine()
-    engine.sampler = Sampler(engine.executor.vocab_size, (96,))
-    engine.core = EngineCore(engine.executor, engine.limits, (96,), engine.sampler, clock=engine.clock)
+    engine = make_engine(sampler=Sampler(97, (96,)))
     execute = engine.executor.execute
 
     def execute_and_break(step):
