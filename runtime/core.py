@@ -63,9 +63,9 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._events)
 
     def add_request(self, request: Request) -> None:
-        """Queues a validated request. One that can never fit ends at once, with an error event.
+        """Queues a validated request, under an id that no live one has.
 
-        Raises RequestError only where the request_id is in use.
+        Never raises for what a request holds: one that can never fit ends with an error event.
         """
         try:
             validate_fits(len(request.prompt_token_ids), request.params, self.limits)
@@ -244,6 +244,7 @@ class EngineCore:
 
     def _fell_idle(self) -> None:
         """No sequence lives, so no block may be in use. A leak is logged: the engine can go on with what is left."""
+        self._suspects.clear()
         try:
             self.scheduler.check()
         except AssertionError:
