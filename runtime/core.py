@@ -3,7 +3,7 @@
 A step is a transaction. If it fails, the scheduler rolls it back and the sequences in it become suspects: the next
 steps run nothing but suspects, half of the failed set at a time, down to single ones. A sequence that fails alone ends
 with FinishReason.ERROR; the others go on with the tokens that they would have had anyway. So a request that breaks a
-step costs its neighbours about 2 log2(batch) short steps, and a failure of the batch as a whole (no memory) ends nobody.
+step costs its neighbours about 2 log2(batch) short steps, and a batch that fails only as a whole (memory) ends nobody.
 """
 
 import logging
@@ -71,7 +71,8 @@ class EngineCore:
             validate_fits(len(request.prompt_token_ids), request.params, self.limits)
         except RequestError as error:
             finish = Finish(FinishReason.ERROR, error_code=error.code, message=error.message)
-            self._events += [SequenceEvent(request.request_id, i, finish=finish) for i in range(request.params.n)]
+            for index in range(request.params.n):
+                self._events.append(SequenceEvent(request.request_id, index, finish=finish, cached_tokens=0))
             return
         self.scheduler.add(request)
         if request.deadline is not None:
@@ -154,9 +155,8 @@ class EngineCore:
                 kept = [row for row, seq_id in enumerate(seq_ids) if seq_id not in error.reasons]
                 seq_ids, rows = [seq_ids[row] for row in kept], rows[kept]
             else:
-                return dict(
-                    zip(seq_ids, zip(result.token_ids.tolist(), result.logprobs, strict=True), strict=True)
-                ), broken
+                samples = zip(result.token_ids.tolist(), result.logprobs, strict=True)
+                return dict(zip(seq_ids, samples, strict=True)), broken
         return {}, broken
 
     def _introduce(self, seq_ids: tuple[int, ...]) -> None:
@@ -244,6 +244,7 @@ class EngineCore:
 
     def _fell_idle(self) -> None:
         """No sequence lives, so no block may be in use. A leak is logged: the engine can go on with what is left."""
+        self._suspects.clear()
         try:
             self.scheduler.check()
         except AssertionError:

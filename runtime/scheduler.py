@@ -17,7 +17,7 @@ compute it twice. Continuations of one request wait for the first to compute the
 """
 
 from bisect import insort
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ from castline.runtime.events import Finish, FinishReason
 from castline.runtime.kv_manager import KvManager
 from castline.runtime.lanes import Lane, LanePolicy, LaneQueue
 from castline.runtime.plan import ScheduledSequence, StepPlan
+from castline.runtime.prefix_cache import CachedBlock
 from castline.runtime.request import Request
 from castline.runtime.sequence import Progress, Sequence, SequenceGroup
 
@@ -213,41 +214,34 @@ class Scheduler:
 
     def _long_budget(self) -> int:
         shared = self._plan or self._waiting[Lane.SHORT] or any(seq.lane is Lane.SHORT for seq in self._running)
-        return min(
-            self._budget, self._policy.long_budget(self.limits.max_num_batched_tokens) if shared else self._budget
-        )
+        share = self._policy.long_budget(self.limits.max_num_batched_tokens)
+        return min(self._budget, share) if shared else self._budget
 
     def _admit_waiting(self, long_budget: int) -> None:
-        """Fills free places with the older head of the lanes that still have budget."""
-        heads = {lane: self._admissible(lane) for lane in Lane}
+        """Fills free places, each with the older head of the lanes that still have budget."""
         budgets = {Lane.LONG: long_budget, Lane.SHORT: self._budget}
-        head = {lane: next(candidates, None) for lane, candidates in heads.items()}
+        lines = {lane: iter(self._waiting[lane].first(self._max_running)) for lane in Lane}
+        heads = {lane: next(line, None) for lane, line in lines.items()}
         blocked: Sequence | None = None
         while len(self._running) < self._max_running:
-            ready = [seq for lane, seq in head.items() if seq is not None and min(budgets[lane], self._budget) > 0]
+            ready = [seq for lane, seq in heads.items() if seq is not None and min(budgets[lane], self._budget) > 0]
             if not ready:
                 return
             seq = min(ready, key=lambda seq: seq.seq_id)
-            if self._admit(seq, blocked):
-                budgets[seq.lane] -= self._schedule(seq, min(budgets[seq.lane], self._budget))
-                head[seq.lane] = next(heads[seq.lane], None)
+            lane, source = seq.lane, seq.group.fork_source(seq)
+            found = [] if source else self.kv.lookup(seq)
+            if not source and self.kv.is_next_computing(seq, len(found)):
+                heads[lane] = next(lines[lane], None)  # the next in line need not wait for that block
+            elif self._has_room(seq, 1 if source else self.kv.cost(seq, found), blocked):
+                self._admit(seq, source, found)
+                budgets[lane] -= self._schedule(seq, min(budgets[lane], self._budget))
+                heads[lane] = next(lines[lane], None)
             else:
                 blocked = blocked or seq
-                head[seq.lane] = None
+                heads[lane] = None
 
-    def _admissible(self, lane: Lane) -> Iterator[Sequence]:
-        """Waiting sequences in order, without those that wait for a block which a running sequence is computing."""
-        for seq in self._waiting[lane].first(self._max_running):
-            if seq.group.fork_source(seq) or not self.kv.is_next_computing(seq, len(self.kv.lookup(seq))):
-                yield seq
-
-    def _admit(self, seq: Sequence, blocked: Sequence | None) -> bool:
-        """Lets *seq* run if there is room for all its tokens; gives it the blocks it can share."""
-        source = seq.group.fork_source(seq)
-        found = [] if source else self.kv.lookup(seq)
-        cost = 1 if source else self.kv.cost(seq, found)  # a fork needs one block, for the last prompt token
-        if not self._has_room(seq, cost, blocked):
-            return False
+    def _admit(self, seq: Sequence, source: Sequence | None, found: list[CachedBlock]) -> None:
+        """Lets *seq* run, from the blocks it can share; forked, it still computes the last prompt token for itself."""
         self._waiting[seq.lane].discard(seq)
         seq.running = True
         insort(self._running, seq, key=lambda seq: seq.seq_id)
@@ -256,9 +250,9 @@ class Scheduler:
         else:
             self.kv.attach(seq, found)
         self._count_hits(seq)
-        return True
 
     def _has_room(self, seq: Sequence, cost: int, blocked: Sequence | None) -> bool:
+        """*cost* blocks for *seq* are free beyond what runs needs; *blocked* is the older head that had no room."""
         if not self._running:
             return True
         size = self.kv.block_size
