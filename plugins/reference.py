@@ -84,11 +84,12 @@ def qk_norm(a: AttentionAttributes, x: Floats, weight: Floats | None) -> Floats:
     axes = (1, 2) if a.qk_norm == QkNorm.FULL else (2,)
     mean_square = np.mean(np.square(x, dtype=np.float64), axis=axes, keepdims=True)
     inverse = (1.0 / np.sqrt(mean_square + np.float64(np.float32(a.norm_eps)))).astype(np.float32)
-    return x * inverse * weight.reshape(-1, a.head_dim)
+    normed: Floats = x * inverse * weight.reshape(-1, a.head_dim)
+    return normed
 
 
 def rope(a: AttentionAttributes, x: Floats, cos: Floats | None, sin: Floats | None) -> Floats:
-    """Rotates the first rotary_dim elements of each head of x [T, heads, head_dim] by cos and sin [T, rotary_dim / 2]."""
+    """Rotates the first rotary_dim elements of each head of x [T, heads, head_dim]; cos and sin [T, rotary_dim / 2]."""
     if a.rotary_dim == 0:
         return x
     assert cos is not None
@@ -118,20 +119,23 @@ def round_trip(x: Floats, kv_dtype: int) -> Floats:
 def _bf16(x: Floats) -> Floats:
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return rounded.view(np.float32)
+    back: Floats = rounded.view(np.float32)
+    return back
 
 
 def _int8(x: Floats) -> Floats:
     scale = np.abs(x).max(axis=-1, keepdims=True) / INT8_MAX
     quantised = np.rint(np.divide(x, scale, out=np.zeros_like(x), where=scale > 0))
-    return np.clip(quantised, -INT8_MAX, INT8_MAX) * scale
+    back: Floats = np.clip(quantised, -INT8_MAX, INT8_MAX) * scale
+    return back
 
 
 def _fp8(x: Floats) -> Floats:
     """e4m3fn: 3 bits of mantissa; below 2^-6 multiples of 2^-9; saturating."""
     _, exponent = np.frexp(x)
     step = np.exp2(np.maximum(exponent - 1, -6) - 3).astype(np.float32)
-    return np.clip(np.rint(x / step) * step, -FP8_MAX, FP8_MAX)
+    back: Floats = np.clip(np.rint(x / step) * step, -FP8_MAX, FP8_MAX)
+    return back
 
 
 def attend(a: AttentionAttributes, q: Floats, k: Floats, v: Floats) -> Floats:
@@ -150,4 +154,5 @@ def attend(a: AttentionAttributes, q: Floats, k: Floats, v: Floats) -> Floats:
     scores = np.where(hidden, -np.inf, scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", weights, values).astype(np.float32)
+    out: Floats = np.einsum("hqk,khd->qhd", weights, values).astype(np.float32)
+    return out

@@ -1,4 +1,4 @@
-"""One ONNX Runtime session over a cpu engine's graph, with its KV pool: what the builder verifies and the runtime serves."""
+"""An ONNX Runtime session over a cpu engine's graph, with its KV pool: the builder verifies with it, the runtime serves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +82,7 @@ class CpuSession:
         return logits
 
     def close(self) -> None:
-        """Releases the session, its threads and the pool; further steps are an error. Writes the profile if asked to."""
+        """Releases the session, its threads and the pool, and writes the profile if one was asked for."""
         if self._session is None:
             return
         if self._session.get_session_options().enable_profiling:
