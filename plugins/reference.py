@@ -63,12 +63,12 @@ def paged_attention(attributes: AttentionAttributes, inputs: AttentionInputs, po
         blocks = inputs.block_table[sequence, positions // a.block_size] if rows.stop > rows.start else positions[:0]
         slots = blocks * a.block_size + positions[: len(blocks)] % a.block_size
         out[rows] = attend(a, q[rows], pool.k[slots], pool.v[slots])
-    return out.reshape(len(q), -1)
+    return out.reshape(len(q), a.num_heads * a.head_dim)
 
 
 def split_heads(a: AttentionAttributes, qkv: Floats) -> tuple[Floats, Floats, Floats]:
     """Q, K and V as [T, heads, head_dim]."""
-    heads = qkv.reshape(len(qkv), -1, a.head_dim)
+    heads = qkv.reshape(len(qkv), a.num_heads + 2 * a.num_kv_heads, a.head_dim)
     return (
         heads[:, : a.num_heads],
         heads[:, a.num_heads : a.num_heads + a.num_kv_heads],
