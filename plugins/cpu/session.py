@@ -69,6 +69,8 @@ class CpuSession:
 
         A step that fails may have written its own slots of the pool, and nothing else.
         """
+        if self._session is None:
+            raise EngineError("the session is closed")
         feeds = tensors.feeds()  # the arrays must outlive the run: their addresses are bound
         for name, array in feeds.items():
             if name in self._has_input:
@@ -88,8 +90,8 @@ class CpuSession:
         if self._session.get_session_options().enable_profiling:
             self._session.end_profiling()
         self._binding = self._session = None
-        self.pool = self.pool[:0]
-        self._logits = self._logits[:0]
+        self.pool = np.empty((0, 0, 0), np.uint8)
+        self._logits = np.empty(0, np.float32)
 
     def __enter__(self) -> "CpuSession":
         return self

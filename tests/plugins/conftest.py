@@ -3,7 +3,7 @@ description alone."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -147,6 +147,7 @@ class Tools:
     Sequences: type[Sequences] = Sequences
     decode_pool: Callable[[AttentionAttributes, NDArray[np.uint8]], tuple[Floats, Floats]] = decode_pool
     session: Callable[[bytes], onnxruntime.InferenceSession] = open_session
+    isa: Callable[[str | None], AbstractContextManager[None]] = isa_environment
 
     @staticmethod
     def attributes(**changes: float) -> AttentionAttributes:
