@@ -1,14 +1,16 @@
 """How a step is cut into work items: every (query, kv head, key tile) exactly once, and as the attributes say."""
 
 import ctypes
+import itertools
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from castline.plugins import cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from castline.plugins import cpu
 
 NATIVE = Path(cpu.__file__).parent / "native"
 TILE = 256
@@ -78,7 +80,7 @@ def test_everything_once(partition, lengths, window, query_tile, kv_split, worke
     for (sequence, _, query), spans in seen.items():
         position = lengths[sequence][0] + query
         spans.sort()
-        assert all(end == start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(spans))
         low = max(0, position - window + 1) if window else 0
         assert spans[0][0] * TILE <= low
         assert spans[-1][1] * TILE > position

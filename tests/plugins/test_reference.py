@@ -4,11 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from castline.plugins.contract import KvDtypeCode, QkNorm
-from castline.plugins.reference import ReferencePool, attend, paged_attention, qk_norm, rope, round_trip
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+
+from castline.plugins.contract import KvDtypeCode, QkNorm
+from castline.plugins.reference import ReferencePool, attend, paged_attention, qk_norm, rope, round_trip
 
 torch.set_num_threads(1)
 FINITE = st.floats(-1e6, 1e6, width=32)
