@@ -1,4 +1,4 @@
-"""RoPE: the half-width cos and sin tables that attention nodes share, and RoPE that stays outside as standard operators."""
+"""RoPE: half-width cos and sin tables that attention nodes share; RoPE that stays outside, as standard operators."""
 
 from typing import Any
 
