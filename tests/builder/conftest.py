@@ -84,7 +84,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny_checkpoint(arch, **config)``: a directory with a seeded model, saved once a session for the same arguments."""
+    """``tiny_checkpoint(arch, **config)``: a directory with a seeded model, saved once for the same arguments."""
     made: dict[str, Path] = {}
 
     def make(arch: str, **config: Any) -> Path:
