@@ -114,9 +114,13 @@ def _load_directory(directory: Path) -> tuple[PreTrainedModel, Any]:
         raise BuildError(
             f"load: {directory} has no tokenizer that can be read ({error}); add its tokenizer.json"
         ) from None
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-    )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except RuntimeError as error:  # shapes that differ, as a table over many lines
+        reason = str(error).strip().splitlines()[-1]
+        raise BuildError(f"load: the weights in {directory} do not fit its config: {reason}") from None
     model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])

@@ -215,11 +215,11 @@ def test_weights_are_transposed_when_read() -> None:
     }
 
 
-TIED = f"""(int64[T] ids) => (float[T, 20] y) {{
+TIED = """(int64[T] ids) => (float[T, 20] y) {
     x = Gather (e, ids)
     t = Transpose <perm = [1, 0]> (e)
     y = MatMul (x, t)
-}}"""
+}"""
 
 
 def test_tied_head_is_stored_once() -> None:
@@ -246,15 +246,15 @@ def test_exporter_indexing_becomes_a_gather() -> None:
     assert check(model, gather_rows, feeds, matched=1) == {"Gather": 1}
 
 
-BATCHED = f"""(int64[T] input_ids, int64[R] logits_indices) => (float[R, 20] logits) {{
-    zero = Constant <value = int64[1] {{0}}> ()
-    first = Constant <value = int64 {{0}}> ()
+BATCHED = """(int64[T] input_ids, int64[R] logits_indices) => (float[R, 20] logits) {
+    zero = Constant <value = int64[1] {0}> ()
+    first = Constant <value = int64 {0}> ()
     ids = Unsqueeze (input_ids, zero)
     x = Gather (e, ids)
     rows = Gather <axis = 1> (x, logits_indices)
     head = MatMul (rows, w)
     logits = Gather <axis = 0> (head, first)
-}}"""
+}"""
 
 
 def test_batch_axis_is_dropped() -> None:
