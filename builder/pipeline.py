@@ -226,7 +226,7 @@ def _describe_choices(choices: TuningChoices) -> str:
 def _describe_parity(report: ParityReport) -> str:
     p = report.parity
     return (
-        f"mean KL {p.mean_kl:.4f} (at most {p.tolerance_mean_kl:g}), max {p.max_kl:.3f}, top-1 {p.top1_agreement:.1%} "
+        f"mean KL {p.mean_kl:.3g} (at most {p.tolerance_mean_kl:g}), max {p.max_kl:.3g}, top-1 {p.top1_agreement:.1%} "
         f"(at least {p.tolerance_top1:.0%}), perplexity {p.perplexity:.3f} (reference {p.reference_perplexity:.3f}) "
         f"over {p.num_tokens} tokens; greedy {p.greedy_match:.0%}"
     )

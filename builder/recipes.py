@@ -60,13 +60,17 @@ def _nbits(bits: int, block: int, accuracy_level: int, *, symmetric: bool = True
     return MatmulKernel(f"nbits{bits}-b{block}-a{accuracy_level}{suffix}", bits, block, accuracy_level, symmetric)
 
 
-_INT8 = (_nbits(8, 128, 4), _nbits(8, 64, 4), _nbits(8, 32, 4))
+# Activations are quantised in the weights' blocks, so that a longer block costs accuracy twice. Of SmolLM2-135M with int8
+# KV, agreement over 1,212 tokens: 96.0 % with blocks of 32, 93.9 % with 64 in the layers, 92.7 % with 128; 95.5 % with
+# 64 in the head alone. Accuracy level 0 (fp32 activations) is 50 to 100 times slower.
+_INT8 = (_nbits(8, 32, 4),)
+_INT8_HEAD = (_nbits(8, 32, 4), _nbits(8, 64, 4))
 _INT4 = (_nbits(4, 32, 4, symmetric=False), _nbits(4, 64, 4, symmetric=False))
 
 RECIPES = {
     "fp32": Recipe("fp32", "weights as they are", (FP32,), (FP32,), Tolerance(0.001, 0.99)),
-    "int8": Recipe("int8", "8-bit weights in blocks along K", _INT8, _INT8, Tolerance(0.02, 0.94)),
-    "int4": Recipe("int4", "4-bit weights in the layers, 8-bit head", _INT4, _INT8, Tolerance(1.0, 0.5)),
+    "int8": Recipe("int8", "8-bit weights in blocks along K", _INT8, _INT8_HEAD, Tolerance(0.02, 0.94)),
+    "int4": Recipe("int4", "4-bit weights in the layers, 8-bit head", _INT4, _INT8_HEAD, Tolerance(1.0, 0.5)),
 }
 DEFAULT_RECIPE = "int8"
 
