@@ -1,4 +1,4 @@
-"""Whole builds of a tiny random checkpoint: what a bundle holds, what the gate stops, and what a failure leaves behind."""
+"""Whole builds of a tiny random checkpoint: what a bundle holds, what the gate stops, what a failure leaves behind."""
 
 import os
 import signal
