@@ -43,9 +43,8 @@ def cli() -> None:
 def main() -> None:
     """Console entry point: errors castline raises on purpose print one message, and no traceback."""
     try:
-        cli.main(standalone_mode=False)
-    except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
+        # Not standalone, click returns the status of ctx.exit() instead of raising it.
+        sys.exit(cli.main(standalone_mode=False))
     except click.exceptions.Abort:
         click.echo("castline: interrupted", err=True)
         sys.exit(130)

@@ -30,7 +30,10 @@ class Phase(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
+    STALLED = "stalled"
+    """Requests are live and no step completes; the next step ends it."""
     FAILED = "failed"
+    """For good: only a restart helps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share: the demo engines, built once a run through the real command, and a running server."""
+"""Fixtures that rooms share: the demo engines, built once a run by the real command, and a running server."""
 
 import contextlib
 import os

@@ -14,12 +14,7 @@ pytestmark = pytest.mark.slow
 NUM_PROMPTS = 32
 NUM_TOKENS = 64
 SUBJECTS = ["a lighthouse", "the tax office", "prime numbers", "a cat", "the sea", "a compiler", "rain", "bread"]
-TASKS = [
-    "Write a sentence about {}.",
-    "List three facts about {}:",
-    "Q: What is {}?\nA:",
-    "def describe():  # about {}\n",
-]
+TASKS = ["Write a sentence about {}.", "List three facts about {}:", "Q: What is {}?\nA:", "def f():  # about {}\n"]
 
 
 def prompts() -> list[str]:

@@ -1,0 +1,104 @@
+"""`castline run`: serve an engine over gRPC and HTTP."""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import click
+
+from castline.runtime.async_engine import AsyncEngine
+from castline.runtime.loader import EnginePlan, LoadOptions, plan_engine
+from castline.server.app import Endpoints, ServerOptions, serve
+from castline.server.serving import ServedModel
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+SERVER, LOAD = ServerOptions(), LoadOptions()
+"""The defaults."""
+PORT = click.IntRange(0, 65535)
+
+
+@click.command()
+@click.argument("repository", type=click.Path(path_type=Path))
+@click.option("--model", metavar="NAME", help="Model of the repository.  [default: the only one]")
+@click.option("--version", type=int, metavar="N", help="Version of the model.  [default: the latest]")
+@click.option("--served-model-name", metavar="NAME", help="Name in the API.  [default: the model's]")
+@click.option("--host", default=SERVER.host, show_default=True, help="Address to listen on.")
+@click.option("--http-port", type=PORT, default=SERVER.http_port, show_default=True, help="0 picks a free port.")
+@click.option("--grpc-port", type=PORT, default=SERVER.grpc_port, show_default=True, help="0 picks a free port.")
+@click.option("--memory-utilization", type=float, metavar="SHARE", help="Share of free memory to use, 0 to 1.")
+@click.option("--kv-blocks", type=int, metavar="N", help="Exactly this many KV blocks.")
+@click.option("--max-model-len", type=int, metavar="TOKENS", help="Prompt and answer together.")
+@click.option("--max-num-seqs", type=int, metavar="N", help="Sequences computed at once.")
+@click.option("--max-num-batched-tokens", type=int, metavar="TOKENS", help="Tokens of one step.")
+@click.option("--max-waiting", default=LOAD.max_waiting, show_default=True, help="Requests that may wait.")
+@click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the tuner's choice]")
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(min=0),
+    default=SERVER.drain_timeout_s,
+    show_default=True,
+    metavar="SECONDS",
+    help="What running requests get to finish after SIGTERM or Ctrl-C.",
+)
+@click.option("--allow-unverified", is_flag=True, help="Serve an engine that did not pass its parity check.")
+@click.option("--verify-files", is_flag=True, help="Hash every file of the engine first.")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+def command(
+    repository: Path,
+    served_model_name: str | None,
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    drain_timeout: float,
+    log_level: str,
+    **load: Any,
+) -> None:
+    """Serve an engine of REPOSITORY, the directory that `castline build` wrote, over HTTP and gRPC."""
+    begin = perf_counter()
+    _configure_logging(log_level)
+    plan = plan_engine(repository, LoadOptions(**load))
+    name = served_model_name or _model_name(plan)
+    options = ServerOptions(host, http_port, grpc_port, name, drain_timeout)
+
+    def on_listening(endpoints: Endpoints) -> None:
+        _print_plan(plan, name)
+        click.echo(f"listening: {endpoints.http} {endpoints.grpc}")
+
+    def on_ready(model: ServedModel, endpoints: Endpoints) -> None:
+        click.echo(f"ready in {perf_counter() - begin:.2f} s: {endpoints.http}/v1 {endpoints.grpc}")
+
+    asyncio.run(serve(lambda: AsyncEngine.start(plan), options, on_listening=on_listening, on_ready=on_ready))
+
+
+def _model_name(plan: EnginePlan) -> str:
+    """The model's directory in a repository; for a bundle that lies elsewhere, the name it was built under."""
+    bundle = plan.bundle.resolve()
+    return bundle.parent.name if bundle.name.isdigit() else plan.manifest.model.name
+
+
+def _print_plan(plan: EnginePlan, name: str) -> None:
+    model, precision, limits = plan.manifest.model, plan.manifest.precision, plan.limits
+    click.echo(f"model: {name} ({model.architecture}, {model.num_parameters / 1e6:.1f}M parameters) from {plan.bundle}")
+    click.echo(
+        f"engine: {plan.manifest.host.target}, {precision.recipe} weights, {precision.kv_dtype} KV, "
+        f"{plan.num_threads} threads"
+    )
+    click.echo(
+        f"limits: max_model_len {limits.max_model_len}, max_num_seqs {limits.max_num_seqs}, "
+        f"max_num_batched_tokens {limits.max_num_batched_tokens}, max_waiting {limits.max_waiting}"
+    )
+    pool_mib = plan.pool.total_bytes / 2**20
+    click.echo(f"KV cache: {limits.num_blocks} blocks of {limits.block_size} tokens ({pool_mib:.0f} MiB)")
+    click.echo(f"maximum concurrency at max_model_len ({limits.max_model_len}): {limits.max_concurrency:.2f}x")
+
+
+def _configure_logging(level: str) -> None:
+    """One plain line an event, on standard error."""
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=form)
+    # castline logs what matters of a request; uvicorn would say it again, and more for every broken request.
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)

@@ -1,0 +1,295 @@
+"""The engine inside an event loop: text in, text out, over an engine loop in a process of its own.
+
+A request is in ``_live`` from the moment it is sent to the engine until its one outcome is known: all continuations
+finished, or one error. What the engine still says of a request that is no longer there is dropped.
+"""
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic
+from typing import Final
+
+from castline.engines.errors import CastlineError, EngineError, ErrorCode, RequestError
+from castline.engines.manifest import Manifest
+from castline.runtime.client import EffectiveLimits, Health, Output, Phase, Stats
+from castline.runtime.engine_link import EngineLink, EngineProcess
+from castline.runtime.events import SequenceEvent
+from castline.runtime.live_request import LiveRequest
+from castline.runtime.loader import EnginePlan
+from castline.runtime.output_processor import OutputProcessor
+from castline.runtime.request import Request
+from castline.runtime.resolve import resolve_params
+from castline.runtime.sampling_params import SamplingParams
+from castline.runtime.tokenizer import Tokenizer, load_tokenizer
+from castline.runtime.validation import validate_prompt
+from castline.runtime.wire import Abort, Add, Command, Failed, Load, Ready, Report, StepDone, Stop, encode
+
+LONG_TEXT_CHARS: Final = 4096
+"""Longer prompts are encoded in a thread: a megabyte takes about a second, and other requests stream meanwhile."""
+
+STOP_GRACE_S: Final = 0.5
+"""What a step in flight may take to end after Stop; then the engine process, which has nothing to save, is killed."""
+
+STALL_AFTER_S: Final = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+class AsyncEngine:
+    """Implements `castline.runtime.client.EngineClient`. All methods are called from one event loop."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        limits: EffectiveLimits,
+        tokenizer: Tokenizer,
+        *,
+        stall_after_s: float = STALL_AFTER_S,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """*clock* must be the engine loop's: deadlines cross on it."""
+        self.manifest = manifest
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self._stall_after_s = stall_after_s
+        self._clock = clock
+        self._live: dict[str, LiveRequest] = {}
+        self._processor = OutputProcessor(tokenizer)
+        self._ids = itertools.count()
+        self._stats = Stats(kv_blocks_total=limits.num_blocks)
+        self._last_progress = clock()
+        self._link: EngineLink | None = None
+        self._process: EngineProcess | None = None
+        self._ready = asyncio.Event()
+        self._all_ended = asyncio.Event()
+        self._draining = False
+        self._stopping = False
+        self._failure: str | None = None
+
+    @classmethod
+    async def start(cls, plan: EnginePlan, *, stall_after_s: float = STALL_AFTER_S) -> "AsyncEngine":
+        """Loads and warms up the engine of *plan* in a process of its own; ready on return. Raises EngineError."""
+        process, connection = EngineProcess.spawn()
+        try:
+            load = Load(str(plan.bundle), plan.limits, plan.num_threads)
+            connection.sendall(encode(load))  # the engine loads while the tokenizer does
+            tokenizer = await asyncio.to_thread(load_tokenizer, plan.bundle)
+        except BaseException:
+            connection.close()
+            process.kill()
+            raise
+        engine = cls(plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s)
+        await engine.connect(connection, process)
+        return engine
+
+    async def connect(self, connection: socket.socket, process: EngineProcess | None = None) -> None:
+        """Takes over the socket to an engine loop, and waits until that is ready. Raises EngineError."""
+        self._process = process
+        exit_reason = process.exit_reason if process is not None else lambda: "the engine loop is gone"
+        self._link = await EngineLink.connect(connection, self, exit_reason)
+        try:
+            await self._ready.wait()
+            if self._failure is not None:
+                raise EngineError(self._failure)
+        except BaseException:
+            await self._stop()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of the engine process."""
+        assert self._process is not None, "the engine loop has no process of its own"
+        return self._process.pid
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        add_special_tokens: bool = True,
+        timeout_s: float | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[Output]:
+        """See EngineClient. *request_id* need not be unique."""
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+        self._check_accepting()
+        token_ids = validate_prompt(await self._encode(prompt, add_special_tokens), self.manifest.model.vocab_size)
+        self._check_accepting()
+        request = self._resolve(request_id, token_ids, params, deadline, cache_salt)
+        live = self._add(request)
+        try:
+            async for output in live.outputs():
+                yield output
+        finally:
+            self._end(live)
+
+    def health(self) -> Health:
+        if self._failure is not None:
+            return Health(Phase.FAILED, self._failure)
+        if self._draining:
+            return Health(Phase.DRAINING, f"draining: {len(self._live)} requests finish, new ones are refused")
+        if not self._ready.is_set():
+            return Health(Phase.STARTING, "starting: the engine is loading")
+        idle_s = self._clock() - self._last_progress
+        if self._live and idle_s > self._stall_after_s:
+            return Health(
+                Phase.STALLED, f"stalled: no step has completed for {idle_s:.0f} s with {len(self._live)} requests live"
+            )
+        return Health(Phase.READY, "ready")
+
+    def stats(self) -> Stats:
+        return self._stats
+
+    async def drain(self, timeout_s: float) -> None:
+        self._draining = True
+        if self._live and timeout_s > 0:
+            self._all_ended.clear()
+            try:
+                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+            except TimeoutError:
+                _log.warning("%d requests did not finish within %s s and are ended", len(self._live), timeout_s)
+        for live in list(self._live.values()):
+            self._end(live, _shutting_down())
+        await self._stop()
+
+    async def _stop(self) -> None:
+        self._stopping = True
+        self._send(Stop())
+        if self._process is not None:
+            await self._process.stop(STOP_GRACE_S)
+        if self._link is not None:
+            self._link.close()
+
+    def on_report(self, report: Report) -> None:
+        """From the link: what the engine loop says."""
+        match report:
+            case StepDone(events, stats):
+                self._stats = stats
+                self._last_progress = self._clock()
+                for event in events:
+                    self._deliver(event)
+            case Ready():
+                self._ready.set()
+            case Failed(reason):
+                self._fail(reason)
+
+    def on_lost(self, reason: str) -> None:
+        """From the link: the engine loop is gone."""
+        if not self._stopping:
+            self._fail(reason)
+
+    def _check_accepting(self) -> None:
+        """Raises what a request is told that cannot be taken now, whatever it asks."""
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if self._draining:
+            raise _shutting_down()
+        waiting = sum(live.num_unfinished for live in self._live.values()) - self.limits.max_num_seqs
+        if waiting >= self.limits.max_waiting:
+            raise RequestError(
+                f"{self.limits.max_num_seqs} sequences may run and {self.limits.max_waiting} wait, and all places are "
+                "taken: try again later, or serve with a larger --max-waiting",
+                code=ErrorCode.OVERLOADED,
+            )
+
+    async def _encode(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if len(prompt) <= LONG_TEXT_CHARS:
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+
+    def _resolve(
+        self,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        params: SamplingParams,
+        deadline: float | None,
+        cache_salt: str | None,
+    ) -> Request:
+        """A request whose values are checked, whose length is decided, and whose id is its own: callers' ids repeat."""
+        return Request(
+            request_id=f"{request_id}#{next(self._ids)}",
+            prompt_token_ids=token_ids,
+            params=resolve_params(params, len(token_ids), self.manifest.model.vocab_size, self.limits),
+            arrival_time=self._clock(),
+            deadline=deadline,
+            cache_salt=cache_salt,
+        )
+
+    def _add(self, request: Request) -> LiveRequest:
+        live = LiveRequest(request.request_id, request.params.n)
+        self._processor.add(request)
+        if not self._live:
+            self._last_progress = self._clock()
+            self._all_ended.clear()
+        self._live[request.request_id] = live
+        if request.deadline is not None:
+            live.timer = asyncio.get_running_loop().call_later(
+                request.deadline - self._clock(), self._end, live, _deadline_exceeded()
+            )
+        self._send(Add(request))
+        return live
+
+    def _deliver(self, event: SequenceEvent) -> None:
+        """A fault in turning tokens into text ends the one request, never the link that serves all."""
+        live = self._live.get(event.request_id)
+        if live is None:
+            return
+        try:
+            step = self._processor.process([event])
+        except Exception as error:
+            _log.exception("request %s", event.request_id)
+            self._end(live, EngineError(f"internal error: {error!r}"))
+            return
+        for _, output in step.outputs:
+            live.keep(output)
+        for request_id, index in step.aborts:
+            self._send(Abort(request_id, index))
+        for _, failure in step.failures:
+            live.fail(failure)
+        if live.ended:
+            self._forget(live)
+
+    def _end(self, live: LiveRequest, error: CastlineError | None = None) -> None:
+        """Ends a request early, with *error* for its reader if it has one. A request that has ended is left alone."""
+        if self._forget(live):
+            self._send(Abort(live.request_id))
+            if error is not None:
+                live.fail(error)
+
+    def _forget(self, live: LiveRequest) -> bool:
+        """Whether it was still there."""
+        if live.timer is not None:
+            live.timer.cancel()
+        self._processor.remove(live.request_id)
+        known = self._live.pop(live.request_id, None) is not None
+        if not self._live:
+            self._all_ended.set()
+        return known
+
+    def _fail(self, reason: str) -> None:
+        """The first reason stays: a process that reports a failure also goes away."""
+        if self._failure is not None:
+            return
+        _log.error("engine failed: %s", reason)
+        self._failure = reason
+        self._ready.set()
+        for live in list(self._live.values()):
+            self._end(live, EngineError(reason))
+
+    def _send(self, command: Command) -> None:
+        if self._link is not None:
+            self._link.send(command)
+
+
+def _shutting_down() -> RequestError:
+    return RequestError("the server is shutting down: send the request to another", code=ErrorCode.SHUTTING_DOWN)
+
+
+def _deadline_exceeded() -> RequestError:
+    return RequestError("the request did not finish before its deadline", code=ErrorCode.DEADLINE_EXCEEDED)

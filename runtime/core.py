@@ -1,0 +1,259 @@
+"""The engine core: token ids in, events out, one step at a time, no threads.
+
+A step is a transaction. If it fails, the scheduler rolls it back and the sequences in it become suspects: the next
+steps run nothing but suspects, half of the failed set at a time, down to single ones. A sequence that fails alone ends
+with FinishReason.ERROR; the others go on with the tokens that they would have had anyway. So a request that breaks a
+step costs its neighbours about 2 log2(batch) short steps, and a batch that fails only as a whole (memory) ends nobody.
+"""
+
+import logging
+from collections.abc import Callable, Collection
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from castline.engines.errors import ErrorCode, RequestError
+from castline.runtime.admission import validate_fits
+from castline.runtime.batch import PromptRows, StepBatch, build_batch
+from castline.runtime.client import EffectiveLimits, Stats
+from castline.runtime.events import Finish, FinishReason, SequenceEvent, TokenLogprobs
+from castline.runtime.executor import Executor
+from castline.runtime.lanes import LanePolicy
+from castline.runtime.plan import StepPlan
+from castline.runtime.request import Request
+from castline.runtime.sampler_api import BrokenLogits, Sampler
+from castline.runtime.scheduler import Scheduler
+from castline.runtime.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+Samples = dict[int, tuple[int, TokenLogprobs | None]]
+"""Token and, where asked for, its log-probabilities, by seq_id."""
+
+
+class EngineCore:
+    """Not thread-safe: one loop owns it."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        limits: EffectiveLimits,
+        eos_token_ids: Collection[int],
+        sampler: Sampler,
+        clock: Callable[[], float] = monotonic,
+        policy: LanePolicy | None = None,
+    ) -> None:
+        self.limits = limits
+        self.scheduler = Scheduler(limits, eos_token_ids, policy=policy)
+        self._executor = executor
+        self._sampler = sampler
+        self._clock = clock
+        self._events: list[SequenceEvent] = []
+        """Of sequences that ended between steps."""
+        self._suspects: list[list[int]] = []
+        """Sets of seq_ids to be run apart from all others, the next one last."""
+        self._deadlines: dict[str, float] = {}
+        self._next_deadline = float("inf")
+        """No deadline is earlier."""
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._events)
+
+    def add_request(self, request: Request) -> None:
+        """Queues a validated request. One that can never fit ends at once, with an error event.
+
+        Raises RequestError only where the request_id is in use.
+        """
+        try:
+            validate_fits(len(request.prompt_token_ids), request.params, self.limits)
+        except RequestError as error:
+            finish = Finish(FinishReason.ERROR, error_code=error.code, message=error.message)
+            for index in range(request.params.n):
+                self._events.append(SequenceEvent(request.request_id, index, finish=finish, cached_tokens=0))
+            return
+        self.scheduler.add(request)
+        if request.deadline is not None:
+            self._deadlines[request.request_id] = request.deadline
+            self._next_deadline = min(self._next_deadline, request.deadline)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends one continuation, or all; unknown ids are ignored. Blocks are free on return.
+
+        The next step reports FinishReason.ABORT for each.
+        """
+        self._end(request_id, index, Finish(FinishReason.ABORT, error_code=ErrorCode.CANCELLED))
+
+    def step(self) -> list[SequenceEvent]:
+        """One forward pass. A failed step is rolled back and ends only the sequences it concerns, with an error."""
+        self._expire()
+        if self.scheduler.has_work:
+            self._run()
+        if not self.scheduler.has_work:
+            self._fell_idle()
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> Stats:
+        counters, pool = self.scheduler.counters, self.scheduler.kv.pool
+        return Stats(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_used=pool.num_used,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            preemptions=counters.preemptions,
+            steps=counters.steps,
+        )
+
+    # One step
+
+    def _run(self) -> None:
+        plan = self._next_plan()
+        try:
+            batch = build_batch(plan, self.limits.block_size)
+            if plan.block_copies:
+                self._executor.copy_blocks(plan.block_copies)
+            logits = self._executor.execute(batch.tensors)
+            prompt_logprobs = [self._prompt_logprobs(rows, logits) for rows in batch.prompt_rows]
+            samples, broken = self._sample(batch, logits)
+        except Exception as error:
+            self.scheduler.rollback(plan)
+            self._step_failed([part.seq_id for part in plan.scheduled], error)
+            return
+        for seq_id, reason in broken.items():  # before the commit, which would make their blocks findable
+            self._end_sequence(self._sequence(seq_id), _engine_failed(reason))
+        for rows, logprobs in zip(batch.prompt_rows, prompt_logprobs, strict=True):
+            self._keep_prompt_logprobs(rows, logprobs)
+        self._commit(plan, samples)
+
+    def _next_plan(self) -> StepPlan:
+        while self._suspects:
+            plan = self.scheduler.schedule(only=set(self._suspects.pop()))
+            if plan.scheduled:
+                return plan
+            self.scheduler.rollback(plan)  # all of them have ended or were preempted meanwhile
+        plan = self.scheduler.schedule()
+        assert plan.scheduled, "there is work, yet nothing could be scheduled"
+        return plan
+
+    def _sample(self, batch: StepBatch, logits: NDArray[np.float32]) -> tuple[Samples, dict[int, str]]:
+        """The next token by seq_id, and what is wrong with the sequences that cannot have one."""
+        self._introduce(batch.sample_seq_ids)
+        seq_ids, rows = list(batch.sample_seq_ids), batch.rows_to_sample(logits)
+        broken: dict[int, str] = {}
+        while seq_ids:
+            try:
+                result = self._sampler.sample(rows, seq_ids)
+            except BrokenLogits as error:
+                broken |= error.reasons
+                kept = [row for row, seq_id in enumerate(seq_ids) if seq_id not in error.reasons]
+                seq_ids, rows = [seq_ids[row] for row in kept], rows[kept]
+            else:
+                samples = zip(result.token_ids.tolist(), result.logprobs, strict=True)
+                return dict(zip(seq_ids, samples, strict=True)), broken
+        return {}, broken
+
+    def _introduce(self, seq_ids: tuple[int, ...]) -> None:
+        """Tells the sampler of sequences that are about to get their first token."""
+        for seq_id in seq_ids:
+            seq = self._sequence(seq_id)
+            if not seq.in_sampler:
+                request = seq.group.request
+                self._sampler.add(seq_id, request.params, request.prompt_token_ids, seq.index)
+                seq.in_sampler = True
+
+    def _prompt_logprobs(self, rows: PromptRows, logits: NDArray[np.float32]) -> list[TokenLogprobs]:
+        """Log-probabilities of prompt tokens ``rows.start + 1 ..``, as far as these rows reach."""
+        request = self._sequence(rows.seq_id).group.request
+        following = request.prompt_token_ids[rows.start + 1 : rows.start + 1 + rows.num_rows]
+        part = logits[rows.first_row : rows.first_row + len(following)]
+        return self._sampler.prompt_logprobs(part, following, request.params.prompt_logprobs or 0)
+
+    def _keep_prompt_logprobs(self, rows: PromptRows, logprobs: list[TokenLogprobs]) -> None:
+        """A prompt that was preempted half way is computed again: what is known of it is kept."""
+        seq = self.scheduler.get(rows.seq_id)
+        if seq is not None and (kept := seq.group.prompt_logprobs) is not None:
+            kept.extend(logprobs[len(kept) - rows.start - 1 :])
+
+    def _commit(self, plan: StepPlan, samples: Samples) -> None:
+        progress = self.scheduler.commit(plan, {seq_id: (token,) for seq_id, (token, _) in samples.items()})
+        for part in progress:
+            wanted = part.seq.group.request.params.logprobs is not None
+            logprobs = [samples[part.seq.seq_id][1]] if part.token_ids else []
+            self._report(part.seq, part.token_ids, tuple(filter(None, logprobs)) if wanted else None, part.finish)
+
+    # Endings and failures
+
+    def _step_failed(self, seq_ids: list[int], error: Exception) -> None:
+        if len(seq_ids) > 1:
+            logger.warning("a step of %d sequences failed and is retried in parts: %s", len(seq_ids), error)
+            half = len(seq_ids) // 2
+            self._suspects += [seq_ids[half:], seq_ids[:half]]
+            return
+        logger.error("a step failed", exc_info=error)
+        self._end_sequence(self._sequence(seq_ids[0]), _engine_failed(str(error) or type(error).__name__))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if now < self._next_deadline:
+            return
+        for request_id in [request_id for request_id, deadline in self._deadlines.items() if deadline <= now]:
+            message = "the deadline passed before the text was complete"
+            self._end(request_id, None, Finish(FinishReason.ERROR, None, ErrorCode.DEADLINE_EXCEEDED, message))
+        self._next_deadline = min(self._deadlines.values(), default=float("inf"))
+
+    def _end(self, request_id: str, index: int | None, finish: Finish) -> None:
+        group = self.scheduler.groups.get(request_id)
+        if group is not None:
+            for seq in list(group.members.values()):
+                if index is None or seq.index == index:
+                    self._end_sequence(seq, finish)
+
+    def _end_sequence(self, seq: Sequence, finish: Finish) -> None:
+        self.scheduler.remove(seq)
+        self._report(seq, (), () if seq.group.request.params.logprobs is not None else None, finish)
+
+    def _report(
+        self,
+        seq: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        finish: Finish | None,
+    ) -> None:
+        """Queues the event, and forgets a sequence that has ended."""
+        group, request_id = seq.group, seq.group.request.request_id
+        first: dict[str, Any] = {}
+        if not seq.started:
+            seq.started = True
+            complete = group.prompt_logprobs is not None and not group.wants_prompt_logprobs
+            first["cached_tokens"] = group.cached_tokens or 0
+            first["prompt_logprobs"] = tuple(group.prompt_logprobs or ()) if complete else None
+        self._events.append(SequenceEvent(request_id, seq.index, token_ids, logprobs, finish, **first))
+        if finish is None:
+            return
+        if seq.in_sampler:
+            self._sampler.remove(seq.seq_id)
+        if not group.members:
+            self._deadlines.pop(request_id, None)
+
+    def _fell_idle(self) -> None:
+        """No sequence lives, so no block may be in use. A leak is logged: the engine can go on with what is left."""
+        try:
+            self.scheduler.check()
+        except AssertionError:
+            logger.exception("the KV block pool is inconsistent while the engine is idle")
+
+    def _sequence(self, seq_id: int) -> Sequence:
+        seq = self.scheduler.get(seq_id)
+        assert seq is not None, "a sequence left during its step"
+        return seq
+
+
+def _engine_failed(reason: str) -> Finish:
+    return Finish(FinishReason.ERROR, error_code=ErrorCode.ENGINE_FAILED, message=reason)

@@ -1,0 +1,39 @@
+"""The cpu target's executor: an ONNX Runtime session with its KV pool."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from castline.engines.capacity import kv_block_bytes
+from castline.engines.manifest import Manifest
+from castline.plugins.contract import StepTensors
+from castline.plugins.cpu.session import CpuSession, SessionOptions
+
+
+class CpuExecutor:
+    """Implements `castline.runtime.executor.Executor`. Owned by one thread."""
+
+    def __init__(self, bundle: Path, manifest: Manifest, num_blocks: int, num_threads: int) -> None:
+        """Loads the graph and touches every page of the pool. Raises EngineError."""
+        model, block_size = manifest.model, manifest.limits.block_size
+        self._session = CpuSession(
+            bundle / manifest.graph_file,
+            num_blocks=num_blocks,
+            block_bytes=kv_block_bytes(model.num_kv_heads, model.head_dim, block_size, manifest.precision.kv_dtype),
+            options=SessionOptions(num_threads=num_threads),
+        )
+        self.vocab_size = self._session.vocab_size
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._session.copy_blocks(copies)
+
+    def execute(self, step: StepTensors) -> NDArray[np.float32]:
+        return self._session.step(step)
+
+    def set_busy(self, busy: bool) -> None:
+        """Nothing to do: the session's threads spin inside a step only, and sleep between steps."""
+
+    def close(self) -> None:
+        self._session.close()

@@ -1,0 +1,111 @@
+"""The serving side's end of the socket to the engine process, inside an event loop."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from castline.runtime.wire import Command, Report, encode, report_reader
+
+
+class EngineListener(Protocol):
+    """Called from the event loop."""
+
+    def on_report(self, report: Report) -> None: ...
+
+    def on_lost(self, reason: str) -> None:
+        """The engine is gone; called once, and nothing is after it."""
+        ...
+
+
+class EngineLink(asyncio.Protocol):
+    """Sends commands, hands reports to a listener, and says once when the other end is gone."""
+
+    def __init__(self, listener: EngineListener, exit_reason: Callable[[], str]) -> None:
+        self._listener = listener
+        self._exit_reason = exit_reason
+        self._reader = report_reader()
+        self._transport: asyncio.WriteTransport | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        connection: socket.socket,
+        listener: EngineListener,
+        exit_reason: Callable[[], str],
+    ) -> "EngineLink":
+        """Takes over *connection*."""
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_unix_connection(lambda: cls(listener, exit_reason), sock=connection)
+        return link
+
+    def send(self, command: Command) -> None:
+        """Never blocks; a command to an engine that is gone is dropped, for its listener has been told."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode(command))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            reports = self._reader.feed(data)
+        except msgspec.DecodeError as error:
+            assert self._transport is not None
+            self._transport.abort()
+            raise AssertionError(f"unreadable report from the engine: {error}") from error
+        for report in reports:
+            self._listener.on_report(report)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._listener.on_lost(self._exit_reason())
+
+
+class EngineProcess:
+    """The child process of one engine."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @classmethod
+    def spawn(cls) -> tuple["EngineProcess", socket.socket]:
+        """Starts a process that waits for Load on the other end of the socket returned."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "castline.runtime.engine_process", str(theirs.fileno())]
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        return cls(process), ours
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_reason(self) -> str:
+        """Why the process is gone, in words. Its socket has closed, so it is ending if it has not ended."""
+        try:
+            status = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return "the engine process closed its connection"
+        cause = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"the engine process {cause}; its log says why"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Waits for the process to end by itself; kills it after *timeout_s*."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(None, self._process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await loop.run_in_executor(None, self._process.wait)

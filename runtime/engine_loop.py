@@ -1,0 +1,71 @@
+"""The loop that owns an engine core: commands in, a step, a report out. Blocks, using no CPU, when there is no work.
+
+Runs in a process of its own (castline.runtime.engine_process), so that tokenising, JSON and streaming never hold the
+interpreter lock while a step wants it.
+"""
+
+import select
+import socket
+
+from castline.runtime.core_api import EngineCore
+from castline.runtime.executor import Executor
+from castline.runtime.wire import Abort, Add, Command, Report, StepDone, Stop, command_reader, encode
+
+_CHUNK = 1 << 20
+
+
+class Disconnected(Exception):
+    """The other side is gone."""
+
+
+class CommandSocket:
+    """Commands from one stream socket, reports to it. Used by one thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = command_reader()
+
+    def receive(self, *, wait: bool) -> list[Command]:
+        """Every command that has arrived; where *wait*, blocks until there is one. Raises Disconnected."""
+        commands: list[Command] = []
+        while (wait and not commands) or self._readable():
+            try:
+                data = self._connection.recv(_CHUNK)
+            except ConnectionResetError:
+                raise Disconnected from None
+            if not data:
+                raise Disconnected
+            commands += self._reader.feed(data)
+        return commands
+
+    def send(self, report: Report) -> None:
+        """Blocks where the other side has fallen a socket buffer (some hundred kB) behind. Raises Disconnected."""
+        try:
+            self._connection.sendall(encode(report))
+        except (BrokenPipeError, ConnectionResetError):
+            raise Disconnected from None
+
+    def _readable(self) -> bool:
+        return bool(select.select([self._connection], [], [], 0)[0])
+
+
+def run_engine_loop(core: EngineCore, executor: Executor, link: CommandSocket) -> None:
+    """Steps *core* until a Stop command. Raises Disconnected when the other side is gone, and what a step raises."""
+    busy = False
+    while True:
+        if busy and not core.has_work:
+            busy = False
+            executor.set_busy(False)
+        for command in link.receive(wait=not core.has_work):
+            if isinstance(command, Add):
+                core.add_request(command.request)
+            elif isinstance(command, Abort):
+                core.abort(command.request_id, command.index)
+            elif isinstance(command, Stop):
+                return
+        if core.has_work:
+            if not busy:
+                busy = True
+                executor.set_busy(True)
+            events = core.step()
+            link.send(StepDone(events, core.stats()))

@@ -1,0 +1,56 @@
+"""The engine process: ``python -m castline.runtime.engine_process FD`` loads one engine and runs its loop.
+
+FD is a stream socket to the serving process. The first command is Load; the answer is Ready, or Failed with the reason.
+The process ends when told to, or when the socket closes: an engine never outlives its server. It ignores SIGINT and
+SIGTERM, which a terminal or a supervisor sends to the whole group: the server drains first, then stops the engine.
+"""
+
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from castline.engines.errors import CastlineError
+from castline.runtime.engine_loop import CommandSocket, Disconnected, run_engine_loop
+from castline.runtime.startup import load_core
+from castline.runtime.wire import Failed, Load, Ready
+
+
+def serve(link: CommandSocket) -> int:
+    """Loads, then loops. Returns the exit status."""
+    try:
+        load = link.receive(wait=True)[0]
+        assert isinstance(load, Load), load
+        core, executor = load_core(Path(load.bundle), load.limits, load.num_threads)
+        link.send(Ready())
+        try:
+            run_engine_loop(core, executor, link)
+        finally:
+            executor.close()
+    except Disconnected:
+        return 0
+    except BaseException as error:
+        if not isinstance(error, CastlineError):
+            traceback.print_exc()
+        _report(link, error)
+        return 1
+    return 0
+
+
+def _report(link: CommandSocket, error: BaseException) -> None:
+    reason = str(error) if isinstance(error, CastlineError) else f"{type(error).__name__}: {error}"
+    try:
+        link.send(Failed(reason))
+    except Disconnected:
+        return
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(serve(CommandSocket(socket.socket(fileno=int(sys.argv[1])))))
+
+
+if __name__ == "__main__":
+    main()

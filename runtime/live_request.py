@@ -1,0 +1,66 @@
+"""One request between the engine loop and the task that reads it.
+
+What a slow reader has not taken yet is merged, so that it holds one output for each continuation and never a queue.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from castline.engines.errors import CastlineError
+from castline.runtime.client import Output
+
+
+class LiveRequest:
+    """Filled as the engine reports, read by one task, both in one event loop."""
+
+    def __init__(self, request_id: str, n: int) -> None:
+        self.request_id = request_id
+        self.timer: asyncio.TimerHandle | None = None
+        """Fires at the deadline."""
+        self.num_unfinished = n
+        """Continuations that have no finish reason yet."""
+        self._unread: dict[int, Output] = {}
+        self._error: CastlineError | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self._error is not None or self.num_unfinished == 0
+
+    def keep(self, output: Output) -> None:
+        """New output for the reader."""
+        earlier = self._unread.get(output.index)
+        self._unread[output.index] = output if earlier is None else merge(earlier, output)
+        self.num_unfinished -= output.finish_reason is not None
+        self._wake.set()
+
+    def fail(self, error: CastlineError) -> None:
+        """The reader gets what there is, then *error*."""
+        self._error = error
+        self._wake.set()
+
+    async def outputs(self) -> AsyncIterator[Output]:
+        """Until every continuation has finished; raises the error of a request that failed."""
+        while True:
+            while self._unread:
+                yield self._unread.pop(next(iter(self._unread)))
+            if self._error is not None:
+                raise self._error
+            if self.ended:
+                return
+            self._wake.clear()
+            await self._wake.wait()
+
+
+def merge(earlier: Output, later: Output) -> Output:
+    """Two outputs of one continuation as one."""
+    logprobs = None if later.logprobs is None else (earlier.logprobs or ()) + later.logprobs
+    return Output(
+        index=later.index,
+        text=earlier.text + later.text,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=logprobs,
+        finish_reason=later.finish_reason,
+        stop_reason=later.stop_reason,
+        prompt=earlier.prompt or later.prompt,
+    )

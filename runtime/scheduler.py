@@ -1,0 +1,339 @@
+"""Decides what each step computes. Plain Python: no array, no inference library, no clock.
+
+There is no prefill phase and no decode phase: every running sequence has ``num_computed`` tokens that catch up with
+``num_tokens``, under one token budget. A step is a transaction: `schedule` returns a plan and reserves its blocks,
+`commit` applies the tokens that were sampled, `rollback` undoes the plan of a step that failed.
+
+Who goes first (see castline.runtime.lanes): decodes, then long prompts within their share, then short prompts.
+
+**Blocks.** A sequence is admitted only when its whole prompt fits beside what the running prompts still need, with a
+margin, so that admission does not cause preemption. When a running sequence finds no block, the latest arrival that is
+not in the step yet is preempted: its blocks are released, it goes back to the head of its lane, and it recomputes (from
+what the prefix cache still holds). Nothing older than a sequence is ever preempted for it, so the oldest always
+advances: every step computes at least one token while there is work.
+
+**Sharing.** A waiting sequence whose next prompt block is being computed by a running one waits for it rather than
+compute it twice. Continuations of one request wait for the first to compute the prompt, then fork from it.
+"""
+
+from bisect import insort
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from castline.engines.capacity import blocks_for
+from castline.engines.errors import RequestError
+from castline.runtime.admission import length_limit
+from castline.runtime.client import EffectiveLimits
+from castline.runtime.events import Finish, FinishReason
+from castline.runtime.kv_manager import KvManager
+from castline.runtime.lanes import Lane, LanePolicy, LaneQueue
+from castline.runtime.plan import ScheduledSequence, StepPlan
+from castline.runtime.prefix_cache import CachedBlock
+from castline.runtime.request import Request
+from castline.runtime.sequence import Progress, Sequence, SequenceGroup
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start; see castline.runtime.client.Stats."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+class Scheduler:
+    def __init__(
+        self,
+        limits: EffectiveLimits,
+        eos_token_ids: Collection[int],
+        kv: KvManager | None = None,
+        policy: LanePolicy | None = None,
+    ) -> None:
+        assert limits.max_num_seqs > 0, "max_num_seqs is reconciled at start-up"
+        assert limits.max_num_batched_tokens > 0, "max_num_batched_tokens is reconciled at start-up"
+        self.limits = limits
+        self.kv = kv or KvManager(limits.num_blocks, limits.block_size)
+        self.counters = Counters()
+        self.groups: dict[str, SequenceGroup] = {}
+        """Requests with a live continuation."""
+        self._policy = policy or LanePolicy()
+        self._eos = frozenset(eos_token_ids)
+        # A decode takes one token, so more places than budget would leave some sequence without a step.
+        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._watermark = max(1, limits.num_blocks // 100)
+        self._running: list[Sequence] = []
+        """Oldest first."""
+        self._waiting = {lane: LaneQueue() for lane in Lane}
+        self._sequences: dict[int, Sequence] = {}
+        self._next_seq_id = 0
+        self._reset_step()
+
+    # Requests come and go
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sequences) - len(self._running)
+
+    def get(self, seq_id: int) -> Sequence | None:
+        """The live sequence of that id."""
+        return self._sequences.get(seq_id)
+
+    def add(self, request: Request) -> None:
+        """Queues a request that fits (castline.runtime.admission). Raises RequestError for an id that is in use."""
+        if request.request_id in self.groups:
+            raise RequestError(f"request id {request.request_id!r} is in use", field="request_id")
+        params, prompt = request.params, request.prompt_token_ids
+        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        group = SequenceGroup(request, stop, prompt_logprobs=None if params.prompt_logprobs is None else [None])
+        longest = length_limit(len(prompt), params, self.limits)
+        for index in range(params.n):
+            seq = Sequence(self._next_seq_id, index, group, list(prompt), longest)
+            self._next_seq_id += 1
+            group.members[index] = seq
+            self._sequences[seq.seq_id] = seq
+        first, *group.pending = group.members.values()
+        uncached = len(prompt) - len(self.kv.lookup(first)) * self.kv.block_size
+        first.lane = self._policy.lane_of(uncached, self.limits.max_num_batched_tokens)
+        self._waiting[first.lane].append(first)
+        self.groups[request.request_id] = group
+
+    def remove(self, seq: Sequence) -> None:
+        """*seq* has ended, for whatever reason. Between steps, or between the execution of a step and its commit."""
+        group = seq.group
+        del self._sequences[seq.seq_id]
+        del group.members[seq.index]
+        if not group.members:
+            del self.groups[group.request.request_id]
+        if seq in group.pending:
+            group.pending.remove(seq)
+            return
+        if seq.running:
+            self._stop_running(seq)
+        else:
+            self._waiting[seq.lane].discard(seq)
+        if group.pending:
+            heir = group.pending.pop(0)
+            heir.lane = seq.lane
+            self._waiting[heir.lane].append_front(heir)
+
+    # A step
+
+    def schedule(self, only: Collection[int] | None = None) -> StepPlan:
+        """The next step. With *only*, nothing but these running sequences, and nobody is admitted."""
+        self._reset_step()
+        self._schedule_decodes(only)
+        long_budget = self._long_budget() if only is None else self._budget
+        long_budget -= self._schedule_prompts(Lane.LONG, long_budget, only)
+        self._schedule_prompts(Lane.SHORT, self._budget, only)
+        if only is None:
+            self._admit_waiting(long_budget)
+        return StepPlan(tuple(self._plan), self.kv.block_copies, tuple(self._preempted))
+
+    def commit(self, plan: StepPlan, sampled: Mapping[int, Tokens[int]]) -> list[Progress]:
+        """Applies an executed plan: *sampled* has the new tokens by seq_id. Returns who got a token or ended.
+
+        Tokens after one that ends the sequence are dropped. With draft tokens in the plan, *sampled* holds those that
+        were accepted and one more; the KV of the rest counts as not computed.
+        """
+        self.kv.commit_copies()
+        self.counters.steps += 1
+        progress = []
+        for part in plan.scheduled:
+            seq = self._sequences.get(part.seq_id)
+            if seq is None:  # removed since
+                continue
+            num_tokens = seq.num_tokens
+            token_ids, finish = seq.append(sampled.get(part.seq_id, ()))
+            self.counters.generation_tokens += len(token_ids)
+            known = max(num_tokens, seq.num_tokens - 1)
+            seq.num_computed = min(part.start + len(part.token_ids), known)
+            self.kv.publish(seq)
+            if seq.num_computed >= seq.num_prompt:
+                self._prompt_computed(seq.group)
+            if finish is None and not part.samples and seq.num_computed >= seq.max_len:
+                finish = Finish(FinishReason.LENGTH)
+            if finish is not None:
+                self.remove(seq)
+            if token_ids or finish is not None:
+                progress.append(Progress(seq, token_ids, finish))
+        return progress
+
+    def rollback(self, plan: StepPlan) -> None:
+        """Undoes a plan that was not executed: no token counts as computed, copied blocks are the old ones again.
+
+        Sequences it admitted stay running, those it preempted stay waiting.
+        """
+        self.kv.undo_copies()
+        for part in plan.scheduled:
+            self.kv.trim(self._sequences[part.seq_id])
+
+    def check(self) -> None:
+        """Asserts, between steps, that blocks, tables and queues agree."""
+        self.kv.check(self._sequences.values())
+        assert all(seq.running for seq in self._running)
+        assert all(not seq.block_ids for seq in self._sequences.values() if not seq.running), "a waiter holds blocks"
+        queued = sum(map(len, self._waiting.values())) + sum(len(group.pending) for group in self.groups.values())
+        assert self.num_waiting == queued, "a sequence is lost"
+
+    # Parts of a step
+
+    def _reset_step(self) -> None:
+        self._plan: list[ScheduledSequence] = []
+        self._in_plan: set[int] = set()
+        self._preempted: list[int] = []
+        self._budget = self.limits.max_num_batched_tokens
+
+    def _schedule_decodes(self, only: Collection[int] | None) -> None:
+        index = 0
+        while index < len(self._running) and self._budget:  # preemption takes from the end of the list
+            seq = self._running[index]
+            index += 1
+            if seq.num_uncomputed == 1 and (only is None or seq.seq_id in only):
+                self._schedule(seq, 1)
+
+    def _schedule_prompts(self, lane: Lane, budget: int, only: Collection[int] | None) -> int:
+        """Advances running prompts of *lane*, oldest first. Returns the tokens it took."""
+        taken = 0
+        for seq in [seq for seq in self._running if seq.lane is lane and seq.num_uncomputed > 1]:
+            if taken < budget and seq.running and (only is None or seq.seq_id in only):
+                taken += self._schedule(seq, budget - taken)
+        return taken
+
+    def _long_budget(self) -> int:
+        shared = self._plan or self._waiting[Lane.SHORT] or any(seq.lane is Lane.SHORT for seq in self._running)
+        share = self._policy.long_budget(self.limits.max_num_batched_tokens)
+        return min(self._budget, share) if shared else self._budget
+
+    def _admit_waiting(self, long_budget: int) -> None:
+        """Fills free places, each with the older head of the lanes that still have budget."""
+        budgets = {Lane.LONG: long_budget, Lane.SHORT: self._budget}
+        lines = {lane: iter(self._waiting[lane].first(self._max_running)) for lane in Lane}
+        heads = {lane: next(line, None) for lane, line in lines.items()}
+        blocked: Sequence | None = None
+        while len(self._running) < self._max_running:
+            ready = [seq for lane, seq in heads.items() if seq is not None and min(budgets[lane], self._budget) > 0]
+            if not ready:
+                return
+            seq = min(ready, key=lambda seq: seq.seq_id)
+            lane, source = seq.lane, seq.group.fork_source(seq)
+            found = [] if source else self.kv.lookup(seq)
+            if not source and self.kv.is_next_computing(seq, len(found)):
+                heads[lane] = next(lines[lane], None)  # the next in line need not wait for that block
+            elif self._has_room(seq, 1 if source else self.kv.cost(seq, found), blocked):
+                self._admit(seq, source, found)
+                budgets[lane] -= self._schedule(seq, min(budgets[lane], self._budget))
+                heads[lane] = next(lines[lane], None)
+            else:
+                blocked = blocked or seq
+                heads[lane] = None
+
+    def _admit(self, seq: Sequence, source: Sequence | None, found: list[CachedBlock]) -> None:
+        """Lets *seq* run, from the blocks it can share; forked, it still computes the last prompt token for itself."""
+        self._waiting[seq.lane].discard(seq)
+        seq.running = True
+        insort(self._running, seq, key=lambda seq: seq.seq_id)
+        if source:
+            self.kv.fork(source, seq, seq.num_prompt - 1)
+        else:
+            self.kv.attach(seq, found)
+        self._count_hits(seq)
+
+    def _has_room(self, seq: Sequence, cost: int, blocked: Sequence | None) -> bool:
+        """*cost* blocks for *seq* are free beyond what runs needs; *blocked* is the older head that had no room."""
+        if not self._running:
+            return True
+        size = self.kv.block_size
+        promised = sum(max(0, blocks_for(s.num_tokens, size) - len(s.block_ids)) for s in self._running)
+        if cost + self._watermark + promised > self.kv.pool.num_free:
+            return False
+        if blocked is None:
+            return True
+        # An older sequence waits for blocks: what is younger must fit beside it even when grown to its full length.
+        younger = sum(blocks_for(s.max_len - 1, size) for s in self._running if s.seq_id > blocked.seq_id)
+        wanted = blocks_for(blocked.num_tokens, size) + self._watermark
+        return younger + blocks_for(seq.max_len - 1, size) + wanted <= self.limits.num_blocks
+
+    def _schedule(self, seq: Sequence, budget: int) -> int:
+        """Puts up to *budget* tokens of *seq* in the plan. Returns how many there was room for."""
+        count = self._reserve(seq, min(budget, seq.num_uncomputed))
+        if count == 0:
+            return 0
+        start, end, num_tokens = seq.num_computed, seq.num_computed + count, seq.num_tokens
+        part = ScheduledSequence(
+            seq_id=seq.seq_id,
+            token_ids=tuple(seq.token_ids[start:end]),
+            start=start,
+            block_ids=tuple(seq.block_ids),
+            samples=end == num_tokens and num_tokens < seq.max_len,
+            all_logits=seq.group.wants_prompt_logprobs,
+        )
+        self._plan.append(part)
+        self._in_plan.add(seq.seq_id)
+        self._budget -= count
+        return count
+
+    def _reserve(self, seq: Sequence, count: int) -> int:
+        """Blocks for *count* more tokens, preempting younger sequences if need be; else for as many as fit."""
+        while self.kv.missing(seq, count) > self.kv.pool.num_free:
+            victim = self._victim(seq)
+            if victim is None:
+                count = min(count, self.kv.capacity(seq))
+                break
+            self._preempt(victim)
+            if victim is seq:
+                return 0
+        if count:
+            self.kv.reserve(seq, count)
+        return count
+
+    def _victim(self, seq: Sequence) -> Sequence | None:
+        """The latest arrival that is younger than *seq* and not in the plan; *seq* itself if it runs alone."""
+        for candidate in reversed(self._running):
+            if candidate.seq_id <= seq.seq_id:
+                break
+            if candidate.seq_id not in self._in_plan:
+                return candidate
+        return seq if len(self._running) == 1 else None
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._stop_running(seq)
+        self._waiting[seq.lane].append_front(seq)
+        self._preempted.append(seq.seq_id)
+        self.counters.preemptions += 1
+
+    def _stop_running(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        seq.running = False
+        self.kv.release(seq)
+
+    def _prompt_computed(self, group: SequenceGroup) -> None:
+        """Lets the other continuations of a request follow the first one."""
+        if group.prompt_computed:
+            return
+        group.prompt_computed = True
+        self.counters.prompt_tokens += len(group.request.prompt_token_ids)
+        for seq in reversed(group.pending):
+            self._waiting[seq.lane].append_front(seq)
+        group.pending.clear()
+
+    def _count_hits(self, seq: Sequence) -> None:
+        group = seq.group
+        if group.cached_tokens is not None:
+            return
+        group.cached_tokens = seq.num_computed
+        if not group.wants_prompt_logprobs:
+            self.counters.prefix_cache_queries += seq.num_prompt
+            self.counters.prefix_cache_hits += seq.num_computed

@@ -1,0 +1,103 @@
+"""One continuation of a request, and the request with all its continuations, as the scheduler keeps them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from castline.runtime.events import Finish, FinishReason, TokenLogprobs
+from castline.runtime.lanes import Lane
+from castline.runtime.prefix_cache import CachedBlock
+from castline.runtime.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """A request while any of its continuations lives. The first computes the prompt; the others then fork from it."""
+
+    request: Request
+    stop_token_ids: frozenset[int]
+    """Tokens that end the text: the model's EOS unless ignored, and the request's own."""
+    members: dict[int, "Sequence"] = field(default_factory=dict)
+    """Live continuations by index."""
+    pending: list["Sequence"] = field(default_factory=list)
+    """Members that wait for the prompt to be computed, in order of index."""
+    cached_tokens: int | None = None
+    """Prompt tokens read from the prefix cache when the request was first admitted; None before."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each prompt token computed so far, where asked for; the first is None."""
+    prompt_computed: bool = False
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Some prompt log-probabilities are still to be computed, so no prompt token may come from the cache."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.request.prompt_token_ids)
+
+    def fork_source(self, seq: "Sequence") -> "Sequence | None":
+        """A running continuation whose blocks hold the prompt, if *seq* has generated nothing itself."""
+        if len(self.members) == 1 or seq.num_tokens > seq.num_prompt:
+            return None
+        return next((s for s in self.members.values() if s.running and s.num_computed >= s.num_prompt), None)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``num_computed`` tokens have their KV in ``block_ids``; a step makes it catch up with ``num_tokens``.
+
+    ``seq_id`` grows with arrival: the scheduler's order of age. ``max_len`` counts tokens, prompt included; the last of
+    them is never computed.
+    """
+
+    seq_id: int
+    index: int
+    group: SequenceGroup
+    token_ids: list[int]
+    max_len: int
+    lane: Lane = Lane.SHORT
+    running: bool = False
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    prefix_keys: list[int] = field(default_factory=list)
+    """Hash of each full block of token_ids, as far as computed."""
+    cached_blocks: list[CachedBlock] = field(default_factory=list)
+    """The prefix cache's view of the first blocks of block_ids."""
+    cacheable: bool = True
+    """False once a hash collision has cut the chain of cached blocks."""
+    started: bool = False
+    """An event has been sent."""
+    in_sampler: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.group.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    def append(self, sampled: Iterable[int]) -> tuple[tuple[int, ...], Finish | None]:
+        """Appends tokens up to the one that ends the sequence. Returns those appended."""
+        min_tokens = self.group.request.params.min_tokens
+        taken = []
+        finish = None
+        for token in sampled:
+            taken.append(token)
+            self.token_ids.append(token)
+            if token in self.group.stop_token_ids and self.num_tokens - self.num_prompt >= min_tokens:
+                finish = Finish(FinishReason.STOP, stop_token_id=token)
+            elif self.num_tokens >= self.max_len:
+                finish = Finish(FinishReason.LENGTH)
+            if finish is not None:
+                break
+        return tuple(taken), finish
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a step brought one sequence. A sequence with ``finish`` has left the scheduler."""
+
+    seq: Sequence
+    token_ids: tuple[int, ...]
+    finish: Finish | None

@@ -1,0 +1,118 @@
+"""HTTP underneath the endpoints: bodies in, bodies and errors out, and a client that goes away."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from castline.engines.errors import ErrorCode, RequestError
+from castline.server.errors import ServerCode, ServerError, WireFault
+
+Headers = list[tuple[bytes, bytes]]
+
+_JSON: Headers = [(b"content-type", b"application/json")]
+_EVENTS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_RETRY_AFTER = {429: "1", 503: "5"}
+"""Seconds after which a refused request is worth sending again."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body. Raises for a content type other than JSON, and as soon as it is more than *max_bytes*."""
+    headers = dict(scope["headers"])
+    content_type = headers.get(b"content-type", b"").decode("latin-1")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise ServerError(
+            ServerCode.UNSUPPORTED_MEDIA_TYPE, f"content-type is {content_type!r}, and must be 'application/json'"
+        )
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(
+        f"the body is larger than the limit of {max_bytes} bytes ({max_bytes // 2**20} MiB)",
+        code=ErrorCode.REQUEST_TOO_LARGE,
+    )
+
+
+@asynccontextmanager
+async def cancelled_by_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancels the block when the client goes away, and raises ClientGone from it. The body must have been read."""
+    block = asyncio.current_task()
+    assert block is not None
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        block.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_gone and block.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def send_body(send: Send, status: int, body: bytes, headers: Headers) -> None:
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, body: bytes) -> None:
+    await send_body(send, 200, body, _JSON)
+
+
+async def start_events(send: Send) -> None:
+    """Status 200 and the headers of a stream of server-sent events."""
+    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+
+
+async def send_events(send: Send, events: bytes, *, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": events, "more_body": not last})
+
+
+def fault_body(fault: WireFault) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {
+        "error": {"message": fault.message, "type": fault.row.openai_type, "param": fault.field, "code": fault.code}
+    }
+
+
+def fault_headers(fault: WireFault) -> dict[str, str]:
+    seconds = _RETRY_AFTER.get(fault.row.http_status)
+    return {} if seconds is None else {"retry-after": seconds}
+
+
+async def send_fault(send: Send, fault: WireFault) -> None:
+    extra = [(name.encode(), value.encode()) for name, value in fault_headers(fault).items()]
+    await send_body(send, fault.row.http_status, msgspec.json.encode(fault_body(fault)), [*_JSON, *extra])

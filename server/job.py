@@ -1,0 +1,97 @@
+"""One OpenAI-compatible request, ready to run: its prompts, and the writer that turns outputs into bytes."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import cast
+
+from castline.runtime.client import EngineClient, Output
+from castline.runtime.sampling_params import SamplingParams
+
+
+class StreamWriter(ABC):
+    """Outputs to server-sent events, one call an output."""
+
+    @abstractmethod
+    def events(self, output: Output) -> bytes:
+        """The events of one output; empty when none of it can be shown yet."""
+
+    @abstractmethod
+    def last_events(self) -> bytes:
+        """What follows the last output, before the end marker."""
+
+
+class AnswerWriter(ABC):
+    """Outputs to one body."""
+
+    @abstractmethod
+    def add(self, output: Output) -> None: ...
+
+    @abstractmethod
+    def body(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    request_id: str
+    prompts: Sequence[str | list[int]]
+    params: SamplingParams
+    add_special_tokens: bool
+    cache_salt: str | None
+    writer: StreamWriter | AnswerWriter
+
+
+def run(engine: EngineClient, job: Job) -> AsyncGenerator[Output, None]:
+    """Outputs of all of the job's prompts; continuation i of prompt p has index ``p * n + i``.
+
+    Raises what the engine raises for any of them, and then aborts the others; closing it aborts all.
+    """
+    if len(job.prompts) == 1:
+        return _generate(engine, job, 0)
+    return _merged(engine, job)
+
+
+def _generate(engine: EngineClient, job: Job, prompt_index: int) -> AsyncGenerator[Output, None]:
+    suffix = f"-{prompt_index}" if len(job.prompts) > 1 else ""
+    outputs = engine.generate(
+        job.prompts[prompt_index],
+        job.params,
+        request_id=job.request_id + suffix,
+        add_special_tokens=job.add_special_tokens,
+        cache_salt=job.cache_salt,
+    )
+    return cast(AsyncGenerator[Output, None], outputs)
+
+
+async def _merged(engine: EngineClient, job: Job) -> AsyncGenerator[Output, None]:
+    """One task a prompt, and a queue between them and the writer."""
+    queue: asyncio.Queue[Output | Exception | None] = asyncio.Queue()
+
+    async def pump(prompt_index: int) -> None:
+        first_index = prompt_index * job.params.n
+        try:
+            async with aclosing(_generate(engine, job, prompt_index)) as outputs:
+                async for output in outputs:
+                    queue.put_nowait(replace(output, index=first_index + output.index))
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    pumps = [asyncio.create_task(pump(i)) for i in range(len(job.prompts))]
+    try:
+        num_running = len(pumps)
+        while num_running:
+            item = await queue.get()
+            if item is None:
+                num_running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

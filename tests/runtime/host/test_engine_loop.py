@@ -1,0 +1,183 @@
+"""The loop around a core: commands in order, one report a step, and no work where there is none."""
+
+import socket
+from collections.abc import Iterator
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from castline.plugins.contract import StepTensors
+from castline.runtime.client import Stats
+from castline.runtime.engine_loop import CommandSocket, Disconnected, run_engine_loop
+from castline.runtime.events import Finish, FinishReason, SequenceEvent
+from castline.runtime.request import Request
+from castline.runtime.sampling_params import SamplingParams
+from castline.runtime.wire import Abort, Add, Command, Report, StepDone, Stop, encode, report_reader
+
+
+class CountingCore:
+    """Gives each request the tokens 0, 1, 2, …, one a step, until max_tokens. Notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, list[int]] = {}
+        self.aborted: list[tuple[str, int | None]] = []
+        self.steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def add_request(self, request: Request) -> None:
+        assert request.params.max_tokens is not None
+        self.live[request.request_id] = [0, request.params.max_tokens]
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self.aborted.append((request_id, index))
+        self.live.pop(request_id, None)
+
+    def step(self) -> list[SequenceEvent]:
+        assert self.live, "a step without work"
+        self.steps += 1
+        events = []
+        for request_id, state in list(self.live.items()):
+            token, end = state
+            if request_id == "poison":
+                raise RuntimeError("poisoned")
+            state[0] += 1
+            last = state[0] == end
+            events.append(SequenceEvent(request_id, 0, (token,), finish=Finish(FinishReason.LENGTH) if last else None))
+            if last:
+                del self.live[request_id]
+        return events
+
+    def stats(self) -> Stats:
+        return Stats(num_running=len(self.live), steps=self.steps)
+
+
+class IdleExecutor:
+    """Notes every change between busy and idle."""
+
+    vocab_size = 8
+
+    def __init__(self) -> None:
+        self.busy: list[bool] = []
+
+    def set_busy(self, busy: bool) -> None:
+        self.busy.append(busy)
+
+    def copy_blocks(self, copies: object) -> None:
+        raise AssertionError
+
+    def execute(self, step: StepTensors) -> np.ndarray:
+        raise AssertionError
+
+    def close(self) -> None: ...
+
+
+class Loop:
+    """A loop in a thread, and the serving side of its socket."""
+
+    def __init__(self) -> None:
+        self.core, self.executor = CountingCore(), IdleExecutor()
+        self.ours, self._theirs = socket.socketpair()
+        self.ours.settimeout(10)
+        self._reader = report_reader()
+        self._pending: list[Report] = []
+        self.outcome: BaseException | None = None
+        self.thread = Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        with self._theirs:
+            try:
+                run_engine_loop(self.core, self.executor, CommandSocket(self._theirs))
+            except BaseException as error:
+                self.outcome = error
+
+    def send(self, *commands: Command) -> None:
+        self.ours.sendall(b"".join(encode(command) for command in commands))
+
+    def report(self) -> StepDone:
+        while not self._pending:
+            self._pending += self._reader.feed(self.ours.recv(1 << 16))
+        report = self._pending.pop(0)
+        assert isinstance(report, StepDone)
+        return report
+
+    def join(self) -> None:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    running = Loop()
+    yield running
+    running.ours.close()
+    running.join()
+
+
+def request(request_id: str, max_tokens: int) -> Request:
+    return Request(request_id, (1, 2), SamplingParams(max_tokens=max_tokens))
+
+
+def test_one_report_a_step_until_the_work_is_done(loop: Loop) -> None:
+    """Reports held back or merged would delay the first token; the last must say that nothing runs any more."""
+    loop.send(Add(request("a", 3)))
+    reports = [loop.report() for _ in range(3)]
+    assert [e.token_ids for r in reports for e in r.events] == [(0,), (1,), (2,)]
+    assert [r.stats.steps for r in reports] == [1, 2, 3]
+    assert reports[-1].stats.num_running == 0
+
+
+def test_commands_that_arrive_together_share_a_step(loop: Loop) -> None:
+    """Taking one command a step would admit 64 clients over 64 steps."""
+    loop.send(*(Add(request(str(i), 1)) for i in range(64)))
+    assert len(loop.report().events) == 64
+
+
+def test_an_idle_loop_blocks_and_an_idle_executor_is_told(loop: Loop) -> None:
+    """An engine that spins while idle burns a core; each change is told once, not every step."""
+    loop.send(Add(request("a", 5)))
+    for _ in range(5):
+        loop.report()
+    loop.send(Add(request("b", 1)), Stop())
+    loop.join()
+    assert loop.executor.busy in ([True, False, True], [True, False])
+    assert loop.core.steps <= 6
+
+
+def test_an_unknown_abort_wakes_nothing(loop: Loop) -> None:
+    """A step without work is an assertion in the core: a late abort must not cause one."""
+    loop.send(Abort("nobody"), Abort("nobody", 1))
+    loop.send(Add(request("a", 1)))
+    assert loop.report().stats.steps == 1
+    assert loop.core.aborted == [("nobody", None), ("nobody", 1)]
+
+
+def test_stop_leaves_the_loop_with_work_undone(loop: Loop) -> None:
+    """Shut-down at the drain's time-out must not wait for a long generation."""
+    loop.send(Add(request("a", 10**9)), Stop())
+    loop.join()
+    assert loop.outcome is None
+
+
+def test_the_loop_ends_when_the_server_is_gone(loop: Loop) -> None:
+    """An orphan that holds a pool of gigabytes and keeps generating; while busy and while idle."""
+    loop.send(Add(request("a", 10**9)))
+    loop.report()
+    loop.ours.close()
+    loop.join()
+    assert isinstance(loop.outcome, Disconnected)
+    idle = Loop()
+    idle.ours.close()
+    idle.join()
+    assert isinstance(idle.outcome, Disconnected)
+
+
+def test_what_a_step_raises_leaves_the_loop(loop: Loop) -> None:
+    """A core that is broken must end the process with its reason, not be stepped again for ever."""
+    loop.send(Add(request("poison", 1)))
+    loop.join()
+    assert str(loop.outcome) == "poisoned"

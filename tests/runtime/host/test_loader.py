@@ -1,0 +1,101 @@
+"""Planning: the right bundle, checked before anything of it is loaded."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from castline.engines.errors import EngineError, ManifestMismatch
+from castline.engines.manifest import Manifest, read_manifest, write_manifest
+from castline.runtime.loader import LoadOptions, plan_engine
+
+
+@pytest.fixture
+def bundle(tiny_repository: Path, tmp_path: Path) -> Path:
+    """A copy to be spoiled."""
+    return shutil.copytree(tiny_repository / "tiny" / "1", tmp_path / "models" / "tiny" / "1")
+
+
+def change(bundle: Path, **fields: object) -> Manifest:
+    manifest = replace(read_manifest(bundle), **fields)  # type: ignore[arg-type]
+    write_manifest(bundle, manifest)
+    return manifest
+
+
+def test_a_plan_decides_everything(tiny_repository: Path) -> None:
+    """Bundle, limits, pool and threads: what start-up prints is what is loaded."""
+    plan = plan_engine(tiny_repository, LoadOptions(model="tiny", version=1, kv_blocks=20, threads=1))
+    assert plan.bundle == tiny_repository / "tiny" / "1"
+    assert plan.limits.num_blocks == plan.pool.num_blocks == 20
+    assert plan.limits.max_concurrency == 20 / 16
+    assert plan.num_threads == 1
+    assert plan.pool.total_bytes == 20 * 2 * (2 * 2 * 16 * 16 * 4)
+
+
+def test_planning_reads_the_manifest_first(bundle: Path) -> None:
+    """C01: with every other file gone, the mismatch is still what is reported: nothing else was opened."""
+    manifest = read_manifest(bundle)
+    for path in bundle.iterdir():
+        if path.name != "engine.json":
+            path.unlink()
+    change(bundle, tool_versions={"onnxruntime": "99.0.0"}, plugin=replace(manifest.plugin, sha256="00" * 32))
+    with pytest.raises(ManifestMismatch) as caught:
+        plan_engine(bundle)
+    assert "tool_versions.onnxruntime: built with 99.0.0" in str(caught.value)
+    assert f"plugin.sha256: built with {'00' * 32}, found {manifest.plugin.sha256}" in str(caught.value)
+
+
+def test_an_engine_of_another_target_is_refused(bundle: Path) -> None:
+    """C02: a TensorRT bundle on a host that serves cpu."""
+    change(bundle, host=replace(read_manifest(bundle).host, target="tensorrt", machine="aarch64"))
+    with pytest.raises(ManifestMismatch, match=r"host\.target: built with tensorrt, found cpu"):
+        plan_engine(bundle)
+
+
+def test_a_spoiled_file_is_found(bundle: Path) -> None:
+    """A template edited in place changes every prompt: it must be noticed at the next start."""
+    (bundle / "chat_template.jinja").write_text("x")
+    with pytest.raises(EngineError, match=r"chat_template\.jinja: 1 bytes"):
+        plan_engine(bundle)
+
+
+def test_an_unverified_engine_needs_the_flag(bundle: Path) -> None:
+    """C10."""
+    change(bundle, parity=None)
+    with pytest.raises(EngineError, match="--allow-unverified"):
+        plan_engine(bundle)
+    assert plan_engine(bundle, LoadOptions(allow_unverified=True)).bundle == bundle
+
+
+def test_a_manifest_whose_graph_is_no_file_of_it_is_refused(bundle: Path) -> None:
+    """graph_file could name a file outside the bundle, which no hash covers."""
+    change(bundle, graph_file="../../elsewhere.onnx")
+    with pytest.raises(EngineError, match="graph_file"):
+        plan_engine(bundle)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 10_000])
+def test_threads_must_fit_the_host(tiny_repository: Path, threads: int) -> None:
+    """More threads than cores make every step slower: refused with the number there is."""
+    with pytest.raises(EngineError, match=r"--threads .* give 1 to \d+"):
+        plan_engine(tiny_repository, LoadOptions(threads=threads))
+
+
+def test_the_tuners_threads_are_cut_to_the_hosts_cores(bundle: Path) -> None:
+    """A bundle tuned on 64 cores, served on 2."""
+    change(bundle, tuning=replace(read_manifest(bundle).tuning, num_threads=10_000))
+    assert 1 <= plan_engine(bundle).num_threads < 10_000
+
+
+def test_serving_imports_no_build_library(tiny_repository: Path) -> None:
+    """The plain install has no torch, transformers or onnx: importing one of them breaks every user's start."""
+    script = (
+        "import sys; from castline.llm import LLM; import castline.runtime.async_engine\n"
+        f"LLM({str(tiny_repository)!r}, kv_blocks=16).close()\n"
+        "found = {'torch', 'transformers', 'onnx', 'onnxscript', 'onnx_ir'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,135 @@
+"""The engine in a process of its own: start, serve, die, stop. With the tiny bundle."""
+
+import asyncio
+import hashlib
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from castline.engines.errors import EngineError
+from castline.engines.manifest import BundleFile, read_manifest, write_manifest
+from castline.runtime.async_engine import AsyncEngine
+from castline.runtime.client import Phase
+from castline.runtime.loader import LoadOptions, plan_engine
+from castline.runtime.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+async def tokens(engine: AsyncEngine, prompt: str, params: SamplingParams = GREEDY) -> list[int]:
+    return [t async for output in engine.generate(prompt, params, request_id="r") for t in output.token_ids]
+
+
+def run(scenario: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_it_serves_and_stops(tiny_repository: Path, reference: Callable[[Sequence[int], int], list[int]]) -> None:
+    """The real child gives the reference's tokens, and is gone after a drain."""
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(plan_engine(tiny_repository))
+        pid = engine.pid
+        assert engine.health().ready
+        prompts = [f"prompt number {i}" for i in range(20)]
+        results = await asyncio.gather(*(tokens(engine, p) for p in prompts))
+        assert results == [reference(p.encode(), 16) for p in prompts]
+        await engine.drain(5)
+        assert not psutil.pid_exists(pid)
+        await engine.drain(5)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_engine_ends_every_request(tiny_repository: Path, number: signal.Signals) -> None:
+    """The out-of-memory killer or a crash in a kernel: each request ends with the reason, none hangs."""
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(plan_engine(tiny_repository))
+        long = replace(GREEDY, max_tokens=200)
+        streams = [engine.generate(f"stream {i}", long, request_id="r") for i in range(24)]
+        await anext(streams[0])
+        tasks = [asyncio.ensure_future(anext(stream)) for stream in streams[1:]]
+        await asyncio.sleep(0)
+        os.kill(engine.pid, number)
+
+        async def exhaust(stream: Any) -> None:
+            async for _ in stream:
+                pass
+
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with pytest.raises(EngineError, match=f"killed by signal {int(number)}"):
+            await exhaust(streams[0])
+        assert engine.health().phase is Phase.FAILED
+        with pytest.raises(EngineError, match="signal"):
+            await tokens(engine, "later")
+        await engine.drain(1)
+
+    run(scenario)
+
+
+def test_the_engine_ends_with_its_server(tiny_repository: Path) -> None:
+    """A server that is killed cannot stop its engine: the closed socket must, or a pool of gigabytes stays behind."""
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(plan_engine(tiny_repository))
+        process = psutil.Process(engine.pid)
+        assert engine._link is not None
+        engine._link.close()
+        assert await asyncio.to_thread(process.wait, 20) == 0
+
+    run(scenario)
+
+
+def test_signals_to_the_group_do_not_reach_the_engine(tiny_repository: Path) -> None:
+    """Ctrl-C goes to every process of the terminal: the server drains, so its engine must go on stepping."""
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(plan_engine(tiny_repository))
+        stream = engine.generate("go on", replace(GREEDY, max_tokens=100), request_id="r")
+        await anext(stream)
+        os.kill(engine.pid, signal.SIGINT)
+        os.kill(engine.pid, signal.SIGTERM)
+        rest = [output async for output in stream]
+        assert rest[-1].finish_reason is not None
+        await engine.drain(5)
+
+    run(scenario)
+
+
+def test_a_bundle_that_does_not_load_says_why(tiny_repository: Path, tmp_path: Path) -> None:
+    """A graph that ONNX Runtime refuses: the child's reason must reach the user, and no process may stay."""
+    bundle = shutil.copytree(tiny_repository / "tiny" / "1", tmp_path / "bundle")
+    (bundle / "model.onnx").write_bytes(b"not a graph")
+    manifest = read_manifest(bundle)
+    size, digest = len(b"not a graph"), hashlib.sha256(b"not a graph").hexdigest()
+    write_manifest(bundle, replace(manifest, files={"model.onnx": BundleFile(size, digest)}))
+
+    async def scenario() -> None:
+        children = psutil.Process().children()
+        with pytest.raises(EngineError, match=r"cannot load .*model\.onnx"):
+            await AsyncEngine.start(plan_engine(bundle))
+        assert psutil.Process().children() == children
+
+    run(scenario)
+
+
+def test_a_model_of_another_vocabulary_is_refused(tiny_repository: Path, tmp_path: Path) -> None:
+    """engine.json and graph of two builds in one directory: sampling would read past a row."""
+    bundle = shutil.copytree(tiny_repository / "tiny" / "1", tmp_path / "bundle")
+    manifest = read_manifest(bundle)
+    write_manifest(bundle, replace(manifest, model=replace(manifest.model, vocab_size=300)))
+
+    async def scenario() -> None:
+        with pytest.raises(EngineError, match=r"gives 260 logits a row, and engine.json says vocab_size 300"):
+            await AsyncEngine.start(plan_engine(bundle, LoadOptions(kv_blocks=16)))
+
+    run(scenario)

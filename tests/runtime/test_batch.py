@@ -1,0 +1,81 @@
+"""Plans as arrays, against the plainest way to write the same thing."""
+
+import random
+
+from castline.runtime.batch import build_batch
+from castline.runtime.plan import ScheduledSequence, StepPlan
+
+BS = 4
+
+
+def random_plan(rng: random.Random) -> StepPlan:
+    parts = []
+    for seq_id in range(rng.randint(1, 6)):
+        start, count = rng.randint(0, 20), rng.choice([1, 1, rng.randint(1, 9)])
+        blocks = -(-(start + count) // BS) + rng.randint(0, 2)
+        parts.append(
+            ScheduledSequence(
+                seq_id=100 + seq_id,
+                token_ids=tuple(rng.randint(0, 1000) for _ in range(count)),
+                start=start,
+                block_ids=tuple(rng.sample(range(1, 500), blocks)),
+                samples=rng.random() < 0.6,
+                all_logits=rng.random() < 0.3,
+            )
+        )
+    return StepPlan(tuple(parts))
+
+
+def test_equals_a_token_by_token_construction():
+    """Vectorised index arithmetic goes wrong at the borders: empty starts, block borders, ragged tables."""
+    rng = random.Random(3)
+    for _ in range(300):
+        plan = random_plan(rng)
+        step = build_batch(plan, BS).tensors
+        ids, positions, slots, cu, kv_lens = [], [], [], [0], []
+        for part in plan.scheduled:
+            for offset, token in enumerate(part.token_ids):
+                position = part.start + offset
+                ids.append(token)
+                positions.append(position)
+                slots.append(part.block_ids[position // BS] * BS + position % BS)
+            cu.append(len(ids))
+            kv_lens.append(part.start + len(part.token_ids))
+        assert step.input_ids.tolist() == ids
+        assert step.positions.tolist() == positions
+        assert step.slot_mapping.tolist() == slots
+        assert step.cu_query_lens.tolist() == cu
+        assert step.kv_lens.tolist() == kv_lens
+        for row, part in zip(step.block_table, plan.scheduled, strict=True):
+            assert row[: len(part.block_ids)].tolist() == list(part.block_ids)
+
+
+def test_dtypes_are_those_of_the_step_contract():
+    """An engine refuses, or worse reinterprets, an array of another integer width."""
+    step = build_batch(random_plan(random.Random(0)), BS).tensors
+    int64 = {"input_ids", "positions", "logits_indices"}
+    for name, array in step.feeds().items():
+        assert array.dtype == ("int64" if name in int64 else "int32"), name
+        assert array.flags.c_contiguous, name
+
+
+def test_every_row_of_logits_has_its_owner():
+    """A row sampled for another sequence gives fluent text in the wrong answer."""
+    rng = random.Random(4)
+    for _ in range(300):
+        plan = random_plan(rng)
+        batch = build_batch(plan, BS)
+        token_owner = [(part.seq_id, part.start + i) for part in plan.scheduled for i in range(len(part.token_ids))]
+        rows = [token_owner[index] for index in batch.tensors.logits_indices.tolist()]
+        sample_rows = range(len(rows)) if batch.sample_rows is None else batch.sample_rows.tolist()
+        last = {part.seq_id: part.start + len(part.token_ids) - 1 for part in plan.scheduled}
+        sampled = [part.seq_id for part in plan.scheduled if part.samples]
+        assert list(batch.sample_seq_ids) == sampled
+        assert [rows[row] for row in sample_rows] == [(seq_id, last[seq_id]) for seq_id in sampled]
+        whole = [part for part in plan.scheduled if part.all_logits]
+        assert len(batch.prompt_rows) == len(whole)
+        for owned, part in zip(batch.prompt_rows, whole, strict=True):
+            expected = [(part.seq_id, part.start + i) for i in range(len(part.token_ids))]
+            assert rows[owned.first_row : owned.first_row + owned.num_rows] == expected
+            assert (owned.seq_id, owned.start) == expected[0]
+        assert len(rows) == sum(len(p.token_ids) if p.all_logits else p.samples for p in plan.scheduled)

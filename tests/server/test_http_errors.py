@@ -1,0 +1,160 @@
+"""Every HTTP error has OpenAI's shape, a true status, and leaves the server working."""
+
+import json
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from castline.engines.errors import EngineError, ErrorCode, RequestError
+from castline.server.errors import TABLE, ServerCode, to_wire
+from castline.server.serving import MAX_MESSAGE_BYTES
+
+JSON = {"content-type": "application/json"}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def error_of(reply: httpx.Response) -> dict[str, Any]:
+    assert reply.headers["content-type"] == "application/json"
+    body = reply.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+def test_every_code_has_a_row() -> None:
+    """Prevents a KeyError where an error is reported, and a client's fault that is reported as the server's."""
+    assert set(TABLE) == {*ErrorCode, *ServerCode}
+    for row in TABLE.values():
+        assert (row.openai_type == "invalid_request_error") == (400 <= row.http_status < 500) or row.http_status == 429
+        assert row.grpc_code is not grpc.StatusCode.OK
+
+
+def test_what_was_not_raised_on_purpose_is_told_without_detail() -> None:
+    """Prevents internals from leaking to clients."""
+    assert "secret" not in to_wire(ValueError("secret")).message
+    assert to_wire(EngineError("no memory")).code is ErrorCode.ENGINE_FAILED
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+    ],
+)
+def test_wrong_paths_and_methods(app: Any, method: str, path: str, status: int, code: str) -> None:
+    """Prevents plain-text errors, which clients cannot read."""
+    reply = app.http.request(method, path)
+    assert (reply.status_code, error_of(reply)["code"]) == (status, code)
+    assert ("allow" in reply.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_wrong_content_type(app: Any, path: str, content_type: str | None) -> None:
+    """Prevents a form from being taken for JSON."""
+    headers = {"content-type": content_type} if content_type else {}
+    reply = app.http.post(path, content=b"{}", headers=headers)
+    assert reply.status_code == 415
+    assert "application/json" in error_of(reply)["message"]
+
+
+def test_content_type_may_say_more(app: Any) -> None:
+    """Prevents refusing a charset parameter."""
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    assert app.http.post("/v1/chat/completions", content=json.dumps(CHAT), headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"null", b'{"messages": NaN}', b"\xff\xfe"])
+def test_malformed_json(app: Any, body: bytes) -> None:
+    """Prevents a 500 for what the client sent."""
+    reply = app.http.post("/v1/chat/completions", content=body, headers=JSON)
+    assert reply.status_code == 400
+    assert error_of(reply)["type"] == "invalid_request_error"
+
+
+def test_unknown_field_is_named(app: Any) -> None:
+    """Prevents a misspelt option that is accepted and ignored."""
+    reply = app.http.post("/v1/chat/completions", json={**CHAT, "max_token": 5})
+    assert reply.status_code == 400
+    assert error_of(reply)["param"] == "max_token"
+
+
+def test_body_limit(app: Any) -> None:
+    """C48: prevents a large prompt from being refused below the documented limit, and an error that hides it."""
+    arrived = app.http.post("/v1/completions", json={"prompt": "x" * (5 * 2**20)})
+    assert error_of(arrived)["code"] == "context_length_exceeded"
+    too_large = b'{"prompt": "' + b"x" * MAX_MESSAGE_BYTES + b'"}'
+    refused = app.http.post("/v1/completions", content=too_large, headers=JSON)
+    assert refused.status_code == 413
+    assert str(MAX_MESSAGE_BYTES) in error_of(refused)["message"]
+    # Without a length, the limit is found while reading.
+    chunked = app.http.post("/v1/completions", content=iter([too_large]), headers=JSON)
+    assert chunked.status_code == 413
+    assert app.http.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_before_the_first_token_has_its_status(app: Any, stream: bool) -> None:
+    """Prevents a stream that begins with 200 and cannot go on."""
+    app.engine.fail_after = 0
+    reply = app.http.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+    assert (reply.status_code, error_of(reply)["code"]) == (500, "engine_failed")
+    app.engine.fail_after = None
+    assert app.http.post("/v1/chat/completions", json={**CHAT, "stream": stream}).status_code == 200
+
+
+def test_a_failure_in_a_stream_is_its_last_event(app: Any) -> None:
+    """Prevents a broken stream that looks complete: the error is told, and no [DONE] follows."""
+    app.engine.fail_after = 3
+    events = app.http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text.split("\n\n")
+    assert events[-1] == ""
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_failed"
+    assert len(events) == 1 + 3 + 1 + 1, "role, three tokens, the error, the end"
+    with pytest.raises(openai.APIError, match="the step failed"):
+        list(app.openai.chat.completions.create(model="tiny", stream=True, **CHAT))
+
+
+def test_an_unexpected_failure_is_a_500_without_detail(app: Any) -> None:
+    """Prevents one bug from taking down the server, or showing its inside."""
+    app.engine.fail_after, app.engine.failure = 0, ValueError("a secret")
+    reply = app.http.post("/v1/chat/completions", json=CHAT)
+    assert (reply.status_code, error_of(reply)["code"]) == (500, "internal_error")
+    assert "secret" not in reply.text
+
+
+def test_overload_says_when_to_come_back(start: Any, make_engine: Any) -> None:
+    """Prevents clients that give up, or try again at once, when the queue is full."""
+    with start(make_engine(max_waiting=0)) as app:
+        reply = app.http.post("/v1/chat/completions", json=CHAT)
+        assert (reply.status_code, error_of(reply)["code"]) == (429, "overloaded")
+        assert int(reply.headers["retry-after"]) > 0
+
+
+def test_a_deadline_is_a_504() -> None:
+    """Prevents a time-out that is reported as the client's mistake."""
+    assert to_wire(RequestError("late", code=ErrorCode.DEADLINE_EXCEEDED)).row.http_status == 504
+
+
+def test_models(app: Any) -> None:
+    """Prevents clients that list models first from finding none."""
+    (model,) = app.openai.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("tiny", "model", "castline")
+    assert app.openai.models.retrieve("tiny").id == "tiny"
+    assert app.http.get("/v1/models").json()["data"][0]["max_model_len"] == 4096
+
+
+def test_served_name(start: Any, make_engine: Any) -> None:
+    """Prevents answering to the name in the manifest when another was asked for; names may have slashes."""
+    with start(make_engine(), model_name="org/model") as app:
+        assert app.openai.models.retrieve("org/model").id == "org/model"
+        assert app.http.post("/v1/chat/completions", json={**CHAT, "model": "org/model"}).json()["model"] == "org/model"
+        assert app.http.post("/v1/chat/completions", json={**CHAT, "model": "tiny"}).status_code == 404

@@ -1,0 +1,116 @@
+"""`castline run`: options reach the loader and the server, and start-up prints what operators look for."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from castline.commands import run
+from castline.engines.capacity import KvCapacity
+from castline.runtime.loader import EnginePlan, LoadOptions
+from castline.server.app import Endpoints, ServerOptions
+
+ENDPOINTS = Endpoints("http://127.0.0.1:8123", "grpc://127.0.0.1:8124")
+
+
+class Calls:
+    """What the command asked for, in place of loading and serving."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.bundle = Path("models/tiny/1")
+        self.load = LoadOptions()
+        self.server = ServerOptions()
+
+    def plan_engine(self, repository: Path, options: LoadOptions) -> EnginePlan:
+        self.load = options
+        return EnginePlan(self.bundle, self.engine.manifest, self.engine.limits, KvCapacity(256, 16, 1 << 20, 4096), 2)
+
+    async def serve(self, open_engine: Any, options: ServerOptions, *, on_listening: Any, on_ready: Any) -> None:
+        self.server = options
+        on_listening(ENDPOINTS)
+        on_ready(None, ENDPOINTS)
+
+
+@pytest.fixture
+def calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls(engine)
+    monkeypatch.setattr(run, "plan_engine", calls.plan_engine)
+    monkeypatch.setattr(run, "serve", calls.serve)
+    return calls
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(run.command, ["models", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_every_loading_option_reaches_the_loader(calls: Calls) -> None:
+    """Prevents an option that is accepted and ignored, and a loader's option that nobody can set."""
+    given = {
+        "model": "tiny",
+        "version": 3,
+        "memory_utilization": 0.5,
+        "max_model_len": 100,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 64,
+        "kv_blocks": 7,
+        "threads": 1,
+        "max_waiting": 9,
+    }
+    arguments = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    invoke(*arguments, "--allow-unverified", "--verify-files")
+    assert calls.load == LoadOptions(**given, allow_unverified=True, verify_files=True)  # type: ignore[arg-type]
+    assert {field.name for field in fields(LoadOptions)} == {*given, "allow_unverified", "verify_files"}
+    invoke()
+    assert calls.load == LoadOptions(), "without options the loader decides"
+
+
+def test_serving_options_reach_the_server(calls: Calls) -> None:
+    """Prevents a port or a name that is accepted and ignored."""
+    invoke(
+        "--host", "0.0.0.0", "--http-port", "1", "--grpc-port", "2", "--served-model-name", "x", "--drain-timeout", "3"
+    )
+    assert calls.server == ServerOptions("0.0.0.0", 1, 2, "x", 3.0)
+    invoke()
+    assert calls.server == ServerOptions(model_name="tiny")
+
+
+@pytest.mark.parametrize("option", [("--http-port", "65536"), ("--grpc-port", "-1"), ("--drain-timeout", "-1")])
+def test_impossible_values_are_refused(calls: Calls, option: tuple[str, str]) -> None:
+    """Prevents a traceback from deep inside a socket."""
+    result = CliRunner().invoke(run.command, ["models", *option])
+    assert result.exit_code == 2
+    assert option[0] in result.output
+
+
+def test_the_directory_names_the_model(calls: Calls) -> None:
+    """Prevents --model b from being served as a: a copy goes by its directory, a bundle alone by its manifest."""
+    calls.bundle = Path("models/b/1")
+    invoke()
+    assert calls.server.model_name == "b"
+    calls.bundle = Path("somewhere/engine")
+    invoke()
+    assert calls.server.model_name == "tiny"
+
+
+def test_start_up_lines(calls: Calls) -> None:
+    """Prevents an operator from having to guess the limits, and scripts from not finding the ports."""
+    lines = invoke().splitlines()
+    assert "KV cache: 256 blocks of 16 tokens (256 MiB)" in lines
+    assert "maximum concurrency at max_model_len (4096): 16.00x" in lines
+    assert "limits: max_model_len 4096, max_num_seqs 4, max_num_batched_tokens 512, max_waiting 64" in lines
+    assert "listening: http://127.0.0.1:8123 grpc://127.0.0.1:8124" in lines
+    assert lines[-1].startswith("ready in ")
+    assert len([line for line in lines if line.startswith("ready")]) == 1
+
+
+def test_every_option_has_a_help_text() -> None:
+    """Prevents options that only the source explains."""
+    for parameter in run.command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help or parameter.name == "log_level", parameter.name
