@@ -6,10 +6,13 @@ with LLM("models") as llm:
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -65,8 +68,8 @@ class RequestOutput:
 class LLM:
     """An engine loaded from a repository or a bundle. Not thread-safe. Options are those of `LoadOptions`.
 
-    Raises EngineError where the engine does not fit this host, and RequestError for prompts or parameters that cannot
-    be served; then nothing of the call has run.
+    Raises EngineError where the engine does not fit this host, and where a step fails; RequestError for prompts or
+    parameters that cannot be served, and then nothing of the call has run.
     """
 
     def __init__(self, path: str | PathLike[str], **options: Any) -> None:
@@ -144,8 +147,9 @@ class LLM:
             for request in requests:
                 self._processor.add(request)
                 self._core.add_request(request)
-            while self._core.has_work:
-                self._step(results)
+            with _interrupts_held() as interrupted:
+                while self._core.has_work and not interrupted.is_set():
+                    self._step(results)
         finally:
             for request in requests:
                 self._processor.remove(request.request_id)
@@ -169,6 +173,22 @@ class LLM:
         prompt = validate_prompt(token_ids, vocab_size)
         resolved = resolve_params(params, len(prompt), vocab_size, self.limits)
         return Request(str(next(self._ids)), prompt, resolved)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[Event]:
+    """Holds back Ctrl-C, which would cut a step in two: it sets the event, and is raised when the block is left."""
+    interrupted = Event()
+    if current_thread() is not main_thread():
+        yield interrupted
+        return
+    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupted.set())
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
+    if interrupted.is_set():
+        signal.raise_signal(signal.SIGINT)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -122,7 +122,7 @@ class AsyncEngine:
         request = self._resolve(request_id, token_ids, params, deadline, cache_salt)
         live = self._add(request)
         try:
-            async for output in live.outputs():
+            while (output := await live.next()) is not None:
                 yield output
         finally:
             self._end(live)
@@ -188,10 +188,9 @@ class AsyncEngine:
             raise EngineError(self._failure)
         if self._draining:
             raise _shutting_down()
-        waiting = sum(live.num_unfinished for live in self._live.values()) - self.limits.max_num_seqs
-        if waiting >= self.limits.max_waiting:
+        if len(self._live) >= self.limits.max_num_seqs + self.limits.max_waiting:
             raise RequestError(
-                f"{self.limits.max_num_seqs} sequences may run and {self.limits.max_waiting} wait, and all places are "
+                f"{self.limits.max_num_seqs} requests may run and {self.limits.max_waiting} wait, and all places are "
                 "taken: try again later, or serve with a larger --max-waiting",
                 code=ErrorCode.OVERLOADED,
             )

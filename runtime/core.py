@@ -244,6 +244,7 @@ class EngineCore:
 
     def _fell_idle(self) -> None:
         """No sequence lives, so no block may be in use. A leak is logged: the engine can go on with what is left."""
+        self._suspects.clear()
         try:
             self.scheduler.check()
         except AssertionError:

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from castline.runtime.wire import Command, Report, encode, report_reader
 
 
@@ -57,13 +55,8 @@ class EngineLink(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        try:
-            reports = self._reader.feed(data)
-        except msgspec.DecodeError as error:
-            assert self._transport is not None
-            self._transport.abort()
-            raise AssertionError(f"unreadable report from the engine: {error}") from error
-        for report in reports:
+        """What this raises closes the connection, so that a broken report fails the engine and hangs nobody."""
+        for report in self._reader.feed(data):
             self._listener.on_report(report)
 
     def connection_lost(self, exc: Exception | None) -> None:

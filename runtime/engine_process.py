@@ -5,16 +5,19 @@ The process ends when told to, or when the socket closes: an engine never outliv
 SIGTERM, which a terminal or a supervisor sends to the whole group: the server drains first, then stops the engine.
 """
 
+import gc
+import logging
 import signal
 import socket
 import sys
-import traceback
 from pathlib import Path
 
 from castline.engines.errors import CastlineError
 from castline.runtime.engine_loop import CommandSocket, Disconnected, run_engine_loop
 from castline.runtime.startup import load_core
 from castline.runtime.wire import Failed, Load, Ready
+
+_log = logging.getLogger("castline.engine")
 
 
 def serve(link: CommandSocket) -> int:
@@ -23,6 +26,8 @@ def serve(link: CommandSocket) -> int:
         load = link.receive(wait=True)[0]
         assert isinstance(load, Load), load
         core, executor = load_core(Path(load.bundle), load.limits, load.num_threads)
+        gc.collect()
+        gc.freeze()  # what lives for ever is not walked again: a full collection would pause a step
         link.send(Ready())
         try:
             run_engine_loop(core, executor, link)
@@ -32,7 +37,7 @@ def serve(link: CommandSocket) -> int:
         return 0
     except BaseException as error:
         if not isinstance(error, CastlineError):
-            traceback.print_exc()
+            _log.exception("the engine loop broke")
         _report(link, error)
         return 1
     return 0
@@ -47,6 +52,7 @@ def _report(link: CommandSocket, error: BaseException) -> None:
 
 
 def main() -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(serve(CommandSocket(socket.socket(fileno=int(sys.argv[1])))))

@@ -4,7 +4,6 @@ What a slow reader has not taken yet is merged, so that it holds one output for 
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 
 from castline.engines.errors import CastlineError
 from castline.runtime.client import Output
@@ -39,17 +38,16 @@ class LiveRequest:
         self._error = error
         self._wake.set()
 
-    async def outputs(self) -> AsyncIterator[Output]:
-        """Until every continuation has finished; raises the error of a request that failed."""
-        while True:
-            while self._unread:
-                yield self._unread.pop(next(iter(self._unread)))
+    async def next(self) -> Output | None:
+        """The next output, None when every continuation has finished; raises the error of a request that failed."""
+        while not self._unread:
             if self._error is not None:
                 raise self._error
             if self.ended:
-                return
+                return None
             self._wake.clear()
             await self._wake.wait()
+        return self._unread.pop(next(iter(self._unread)))
 
 
 def merge(earlier: Output, later: Output) -> Output:

@@ -20,9 +20,10 @@ from castline.runtime.client import EffectiveLimits
 DEFAULT_UTILIZATION = 0.8
 """Share of the available memory that an engine may take where the user does not say."""
 
-DEFAULT_POOL_BYTES = 1 << 30
+DEFAULT_POOL_BYTES = 512 << 20
 """Bound of the pool where the user does not say. Every page of the pool is touched before the engine is ready, so that
-no request pays for it; a GiB costs a few tenths of a second. --kv-blocks or --memory-utilization lift the bound."""
+no request pays for it: 0.1 s for 512 MiB of huge pages, and up to 0.8 s in a virtual machine that has to get them from
+its host first. --kv-blocks or --memory-utilization lift the bound, and the start takes what it takes."""
 
 MIB = 1 << 20
 

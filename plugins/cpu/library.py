@@ -4,14 +4,12 @@ The environment variable ``CASTLINE_ISA`` (portable, avx2, avx512) chooses the k
 """
 
 import ctypes
-import hashlib
 from functools import cache
 from pathlib import Path
 from typing import Final
 
-import onnxruntime
-
 from castline.engines.errors import EngineError
+from castline.engines.hashing import sha256_file
 from castline.engines.manifest import Plugin
 
 PLUGIN_NAME: Final = "castline_cpu"
@@ -36,7 +34,11 @@ def describe() -> Plugin:
 
 @cache
 def library_sha256() -> str:
-    return hashlib.sha256(library_path().read_bytes()).hexdigest()
+    """Of the file as it lies there: nothing is loaded. Raises EngineError."""
+    try:
+        return sha256_file(_LIBRARY_PATH)
+    except OSError:
+        raise _missing(_LIBRARY_PATH) from None
 
 
 def check_plugin(wanted: Plugin) -> None:
@@ -68,8 +70,14 @@ def active_isa() -> str:
 
 @cache
 def _load() -> ctypes.CDLL:
+    import onnxruntime  # here: checking a manifest needs no runtime, and a server's own process never loads one
+
     _check_onnxruntime(onnxruntime.__version__)
     return _open_library(_LIBRARY_PATH)
+
+
+def _missing(path: Path) -> EngineError:
+    return EngineError(f"plugin {PLUGIN_NAME}: wanted version {PLUGIN_VERSION}, found no library at {path}; {_REBUILD}")
 
 
 def _check_onnxruntime(version: str) -> None:
@@ -84,9 +92,7 @@ def _check_onnxruntime(version: str) -> None:
 def _open_library(path: Path) -> ctypes.CDLL:
     """Opens the library at *path* and checks its version. Raises EngineError naming plugin, wanted and found."""
     if not path.exists():
-        raise EngineError(
-            f"plugin {PLUGIN_NAME}: wanted version {PLUGIN_VERSION}, found no library at {path}; {_REBUILD}"
-        )
+        raise _missing(path)
     try:
         library = ctypes.CDLL(str(path))
         for function in ("castline_plugin_version", "castline_available_isas", "castline_active_isa"):

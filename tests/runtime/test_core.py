@@ -226,6 +226,22 @@ def test_a_step_that_fails_once_ends_nobody(make_engine):
     assert engine.tokens("b") == engine.expected("b", 6)
 
 
+def test_suspects_that_are_aborted_are_forgotten(make_engine):
+    """Ids of sequences that have gone must not pile up, nor hold back the requests that come after."""
+    engine = make_engine()
+    for number in range(4):
+        engine.add(f"r{number}", [number, 1, 2, 95], max_tokens=5)
+    poison(engine, 95)
+    engine.step()
+    for number in range(4):
+        engine.core.abort(f"r{number}")
+    engine.step()
+    engine.assert_forgotten()
+    engine.add("next", range(5), max_tokens=3)
+    engine.run()
+    assert engine.tokens("next") == engine.expected("next", 3)
+
+
 def test_a_dead_device_ends_every_request_and_no_loop(make_engine):
     """When every step fails, every request must be told, in a bounded number of steps."""
     engine = make_engine()

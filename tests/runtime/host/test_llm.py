@@ -1,6 +1,8 @@
 """The Python front door: what it accepts, what it returns, and that errors leave it usable."""
 
+import itertools
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +101,28 @@ def test_a_bad_prompt_in_a_batch_runs_nothing(llm: LLM, bad: Any) -> None:
     assert len(llm.generate("good", SHORT)[0].outputs[0].token_ids) == 6
 
 
-def test_an_error_in_the_middle_leaves_the_engine_empty(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a notebook, then the next cell: no old sequence may still run, hold blocks or answer."""
-    process = llm._processor.process
-    calls = iter([*[process] * 3])
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, EngineError])
+def test_an_error_in_the_middle_leaves_the_engine_empty(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]
+) -> None:
+    """A failed step, or Ctrl-C in a notebook at any point of one, then the next cell: no old sequence may run on, hold
+    blocks or answer, and Ctrl-C must work as before."""
+    execute, count = llm._executor.execute, itertools.count()
 
-    def interrupted(events: Any) -> Any:
-        step = next(calls, None)
-        if step is None:
-            raise KeyboardInterrupt
-        return step(events)
+    def interrupted(step: Any) -> Any:
+        if next(count) == 3:
+            if failure is KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)
+            else:
+                raise MemoryError("no room for the step")
+        return execute(step)
 
+    handler = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._processor, "process", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["left over", "also"], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+        patch.setattr(llm._executor, "execute", interrupted)
+        with pytest.raises(failure):
+            llm.generate("left over", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    assert signal.getsignal(signal.SIGINT) is handler
     assert llm.stats().kv_blocks_used == llm.stats().num_running == 0
     assert len(llm._processor) == 0
     assert len(llm.generate("next", SHORT)[0].outputs[0].token_ids) == 6

@@ -1,0 +1,59 @@
+"""Warm-up covers the steps that serving will run, and leaves no trace."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from castline.engines.capacity import blocks_for
+from castline.plugins.contract import StepTensors
+from castline.runtime.client import EffectiveLimits
+from castline.runtime.startup import warm_up
+
+
+class Recorder:
+    vocab_size = 8
+
+    def __init__(self) -> None:
+        self.steps: list[StepTensors] = []
+
+    def execute(self, step: StepTensors) -> NDArray[np.float32]:
+        self.steps.append(step)
+        return np.zeros((len(step.logits_indices), self.vocab_size), np.float32)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        raise AssertionError("a warm-up copies nothing")
+
+    def set_busy(self, busy: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_num_seqs", "max_tokens", "num_blocks"),
+    [(512, 8, 64, 100), (512, 7, 64, 32), (2, 1, 1, 1), (8, 64, 512, 5), (4096, 4, 512, 300)],
+)
+def test_the_smallest_the_longest_and_the_largest_step(
+    max_model_len: int, max_num_seqs: int, max_tokens: int, num_blocks: int
+) -> None:
+    """C11: the first request must meet no step that is larger than all before it; nor may warming up write to the pool
+    or read past it, whatever the limits."""
+    limits = EffectiveLimits(max_model_len, max_num_seqs, max_tokens, 16, num_blocks, 1.0)
+    recorder = Recorder()
+    warm_up(recorder, limits)
+    smallest, longest, largest = recorder.steps
+    assert smallest.kv_lens.tolist() == [1]
+    assert longest.kv_lens.tolist() == [min(max_model_len, num_blocks * 16)]
+    assert len(largest.kv_lens) == len(largest.logits_indices) == min(max_num_seqs, max_tokens)
+    assert len(largest.input_ids) == min(max_tokens, max_num_seqs * max_model_len)
+    for step in recorder.steps:
+        assert (step.slot_mapping == -1).all()
+        assert step.block_table.max(initial=0) < num_blocks
+        assert step.block_table.shape[1] >= blocks_for(int(step.kv_lens.max()), 16)
+        assert step.positions.max() < max_model_len
+        lens = np.diff(step.cu_query_lens)
+        assert step.cu_query_lens[-1] == len(step.input_ids) == len(step.positions)
+        assert (step.kv_lens >= lens).all()
+        ends = step.positions[step.cu_query_lens[1:] - 1] + 1
+        assert ends.tolist() == step.kv_lens.tolist()
