@@ -63,12 +63,12 @@ def paged_attention(attributes: AttentionAttributes, inputs: AttentionInputs, po
         blocks = inputs.block_table[sequence, positions // a.block_size] if rows.stop > rows.start else positions[:0]
         slots = blocks * a.block_size + positions[: len(blocks)] % a.block_size
         out[rows] = attend(a, q[rows], pool.k[slots], pool.v[slots])
-    return out.reshape(len(q), -1)
+    return out.reshape(len(q), a.num_heads * a.head_dim)
 
 
 def split_heads(a: AttentionAttributes, qkv: Floats) -> tuple[Floats, Floats, Floats]:
     """Q, K and V as [T, heads, head_dim]."""
-    heads = qkv.reshape(len(qkv), -1, a.head_dim)
+    heads = qkv.reshape(len(qkv), a.num_heads + 2 * a.num_kv_heads, a.head_dim)
     return (
         heads[:, : a.num_heads],
         heads[:, a.num_heads : a.num_heads + a.num_kv_heads],
@@ -84,11 +84,12 @@ def qk_norm(a: AttentionAttributes, x: Floats, weight: Floats | None) -> Floats:
     axes = (1, 2) if a.qk_norm == QkNorm.FULL else (2,)
     mean_square = np.mean(np.square(x, dtype=np.float64), axis=axes, keepdims=True)
     inverse = (1.0 / np.sqrt(mean_square + np.float64(np.float32(a.norm_eps)))).astype(np.float32)
-    return x * inverse * weight.reshape(-1, a.head_dim)
+    normed: Floats = x * inverse * weight.reshape(-1, a.head_dim)
+    return normed
 
 
 def rope(a: AttentionAttributes, x: Floats, cos: Floats | None, sin: Floats | None) -> Floats:
-    """Rotates the first rotary_dim elements of each head of x [T, heads, head_dim] by cos and sin [T, rotary_dim / 2]."""
+    """Rotates the first rotary_dim elements of each head of x [T, heads, head_dim]; cos and sin [T, rotary_dim / 2]."""
     if a.rotary_dim == 0:
         return x
     assert cos is not None
@@ -118,20 +119,23 @@ def round_trip(x: Floats, kv_dtype: int) -> Floats:
 def _bf16(x: Floats) -> Floats:
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return rounded.view(np.float32)
+    back: Floats = rounded.view(np.float32)
+    return back
 
 
 def _int8(x: Floats) -> Floats:
     scale = np.abs(x).max(axis=-1, keepdims=True) / INT8_MAX
     quantised = np.rint(np.divide(x, scale, out=np.zeros_like(x), where=scale > 0))
-    return np.clip(quantised, -INT8_MAX, INT8_MAX) * scale
+    back: Floats = np.clip(quantised, -INT8_MAX, INT8_MAX) * scale
+    return back
 
 
 def _fp8(x: Floats) -> Floats:
     """e4m3fn: 3 bits of mantissa; below 2^-6 multiples of 2^-9; saturating."""
     _, exponent = np.frexp(x)
     step = np.exp2(np.maximum(exponent - 1, -6) - 3).astype(np.float32)
-    return np.clip(np.rint(x / step) * step, -FP8_MAX, FP8_MAX)
+    back: Floats = np.clip(np.rint(x / step) * step, -FP8_MAX, FP8_MAX)
+    return back
 
 
 def attend(a: AttentionAttributes, q: Floats, k: Floats, v: Floats) -> Floats:
@@ -150,4 +154,5 @@ def attend(a: AttentionAttributes, q: Floats, k: Floats, v: Floats) -> Floats:
     scores = np.where(hidden, -np.inf, scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", weights, values).astype(np.float32)
+    out: Floats = np.einsum("hqk,khd->qhd", weights, values).astype(np.float32)
+    return out

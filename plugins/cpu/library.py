@@ -1,6 +1,6 @@
 """The native library of the cpu target: where it is, whether it is the right one, and whether it works.
 
-The environment variable ``CASTLINE_ISA`` (portable, avx2, avx512) chooses the kernels that nodes created afterwards use.
+The environment variable ``CASTLINE_ISA`` (portable, avx2, avx512) chooses the kernels of nodes created afterwards.
 """
 
 import ctypes
@@ -61,7 +61,7 @@ def available_isas() -> tuple[str, ...]:
 
 
 def active_isa() -> str:
-    """Instruction set whose kernels a session opened now would use. Raises EngineError where CASTLINE_ISA is refused."""
+    """Instruction set whose kernels a session opened now uses. Raises EngineError where CASTLINE_ISA is refused."""
     name = _load().castline_active_isa()
     if name is None:
         raise EngineError(f"CASTLINE_ISA names kernels this host lacks; it has {', '.join(available_isas())}")
@@ -84,9 +84,7 @@ def _check_onnxruntime(version: str) -> None:
     found = tuple(int(part) for part in version.split(".")[:2])
     if found < MIN_ONNXRUNTIME:
         wanted = ".".join(map(str, MIN_ONNXRUNTIME))
-        raise EngineError(
-            f"plugin {PLUGIN_NAME}: wants onnxruntime {wanted} or newer, found {version}; upgrade onnxruntime"
-        )
+        raise EngineError(f"plugin {PLUGIN_NAME}: wants onnxruntime {wanted} or newer, found {version}; upgrade it")
 
 
 def _open_library(path: Path) -> ctypes.CDLL:

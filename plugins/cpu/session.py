@@ -1,4 +1,4 @@
-"""One ONNX Runtime session over a cpu engine's graph, with its KV pool: what the builder verifies and the runtime serves."""
+"""An ONNX Runtime session over a cpu engine's graph, with its KV pool: the builder verifies with it, the runtime serves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +69,8 @@ class CpuSession:
 
         A step that fails may have written its own slots of the pool, and nothing else.
         """
+        if self._session is None:
+            raise EngineError("the session is closed")
         feeds = tensors.feeds()  # the arrays must outlive the run: their addresses are bound
         for name, array in feeds.items():
             if name in self._has_input:
@@ -82,14 +84,14 @@ class CpuSession:
         return logits
 
     def close(self) -> None:
-        """Releases the session, its threads and the pool; further steps are an error. Writes the profile if asked to."""
+        """Releases the session, its threads and the pool, and writes the profile if one was asked for."""
         if self._session is None:
             return
         if self._session.get_session_options().enable_profiling:
             self._session.end_profiling()
         self._binding = self._session = None
-        self.pool = self.pool[:0]
-        self._logits = self._logits[:0]
+        self.pool = np.empty((0, 0, 0), np.uint8)
+        self._logits = np.empty(0, np.float32)
 
     def __enter__(self) -> "CpuSession":
         return self

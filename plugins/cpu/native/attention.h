@@ -67,10 +67,11 @@ struct Kernels {
   void (*merge)(const Attributes&, const Step&, const WorkItem&, float* scratch, const float* partial);
 };
 
-// Floats of scratch, 64-byte aligned, that an item of *rows* rows needs: queries and their 16-bit form, running and tile
-// accumulators, scores, and four numbers a row.
-static inline size_t scratch_floats(int head_dim, int rows) {
-  return static_cast<size_t>(rows) * (4 * head_dim + kKeyTile + 16) + 64;
+// Floats of scratch that an item of *rows* rows needs: scores, one decoded block, queries, running and tile accumulators,
+// the keys' scales, and a few numbers a row.
+static inline size_t scratch_floats(const Attributes& a, int rows) {
+  return static_cast<size_t>(rows) * (3 * a.head_dim + kKeyTile + 6) + static_cast<size_t>(a.block_size) * a.head_dim +
+         2 * kKeyTile;
 }
 
 }  // namespace castline

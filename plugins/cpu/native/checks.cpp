@@ -35,6 +35,17 @@ std::string check_shape(const Tensor (&inputs)[kInputs], Input index, std::initi
   return fits ? "" : join(kInputNames[index], " has shape ", shape_text(t), ", wanted ", text, "]");
 }
 
+std::string check_query_lens(const Step& s) {
+  if (s.cu_query_lens[0] != 0) return join("cu_query_lens[0] is ", s.cu_query_lens[0], ", wanted 0");
+  for (int64_t b = 0; b < s.num_sequences; ++b) {
+    if (s.cu_query_lens[b + 1] < s.cu_query_lens[b]) {
+      return join("cu_query_lens[", b + 1, "] is ", s.cu_query_lens[b + 1], ", less than the one before");
+    }
+  }
+  const int32_t last = s.cu_query_lens[s.num_sequences];
+  return last == s.num_tokens ? "" : join("cu_query_lens ends at ", last, ", the step has ", s.num_tokens, " tokens");
+}
+
 }  // namespace
 
 std::string check_attributes(const Attributes& a) {
@@ -91,10 +102,10 @@ std::string check_values(const Attributes& a, const Step& s) {
       return join("slot_mapping[", t, "] is ", s.slot_mapping[t], ", the pool has ", slots, " slots");
     }
   }
-  if (s.cu_query_lens[0] != 0) return join("cu_query_lens[0] is ", s.cu_query_lens[0], ", wanted 0");
+  const std::string error = check_query_lens(s);
+  if (!error.empty()) return error;
   for (int64_t b = 0; b < s.num_sequences; ++b) {
     const int64_t queries = static_cast<int64_t>(s.cu_query_lens[b + 1]) - s.cu_query_lens[b];
-    if (queries < 0) return join("cu_query_lens[", b + 1, "] is ", s.cu_query_lens[b + 1], ", less than the one before");
     if (s.kv_lens[b] < queries) return join("kv_lens[", b, "] is ", s.kv_lens[b], ", the step alone has ", queries);
     if (queries == 0) continue;
     const int64_t blocks = (static_cast<int64_t>(s.kv_lens[b]) + a.block_size - 1) / a.block_size;
@@ -107,10 +118,6 @@ std::string check_values(const Attributes& a, const Step& s) {
         return join("block_table[", b, ", ", i, "] is ", row[i], ", the pool has ", s.num_blocks, " blocks");
       }
     }
-  }
-  if (s.cu_query_lens[s.num_sequences] != s.num_tokens) {
-    return join("cu_query_lens[", s.num_sequences, "] is ", s.cu_query_lens[s.num_sequences], ", the step has ",
-                s.num_tokens, " tokens");
   }
   return "";
 }

@@ -12,6 +12,9 @@
 #include "scores.h"
 #include "simd.h"
 #include "values.h"
+#ifdef CASTLINE_ISA_AVX512
+#include "scores_vnni.h"
+#endif
 
 namespace castline::CASTLINE_ISA {
 namespace {
@@ -42,23 +45,86 @@ float* output_row(const Attributes& a, const Step& s, const WorkItem& item, cons
 
 // Views of an item's scratch (see scratch_floats).
 struct Scratch {
-  float* q;        // [rows][dim]
-  float* sum;      // [rows][dim] running numerator
-  float* tile_sum; // [rows][dim]
   float* scores;   // [rows][kKeyTile]
-  float* max;      // [rows] running maximum, and tile_max, total, tile_total
+  float* k_scale;  // [kKeyTile] of the tile's keys
+  float* v_scale;
+  float* decoded;  // [block_size][dim]
+  float* q;        // [rows][dim], packed
+  float* sum;      // [rows][dim] running numerator
+  float* tile_sum;
+  float* max;  // [rows] running maximum
   float* tile_max;
-  float* total;
+  float* total;  // [rows] running denominator
   float* tile_total;
+  float* q_extra;  // [rows][2]
 };
 
 Scratch scratch_views(const Attributes& a, int rows, float* base) {
-  const int64_t matrix = static_cast<int64_t>(rows) * a.head_dim;
-  float* scores = base;
-  float* q = scores + static_cast<int64_t>(rows) * kKeyTile;
-  float* numbers = q + 4 * matrix;
-  return {q, q + matrix, q + 2 * matrix, scores, numbers, numbers + rows, numbers + 2 * rows, numbers + 3 * rows};
+  const ptrdiff_t matrix = static_cast<ptrdiff_t>(rows) * a.head_dim;
+  Scratch s;
+  s.scores = base;
+  s.k_scale = s.scores + static_cast<ptrdiff_t>(rows) * kKeyTile;
+  s.v_scale = s.k_scale + kKeyTile;
+  s.decoded = s.v_scale + kKeyTile;
+  s.q = s.decoded + a.block_size * a.head_dim;
+  s.sum = s.q + matrix;
+  s.tile_sum = s.sum + matrix;
+  s.max = s.tile_sum + matrix;
+  s.tile_max = s.max + rows;
+  s.total = s.tile_max + rows;
+  s.tile_total = s.total + rows;
+  s.q_extra = s.tile_total + rows;
+  return s;
 }
+
+// --- the dtype's dot product ----------------------------------------------------------------------------------------
+
+#ifdef CASTLINE_ISA_AVX512
+template <KvDtype T>
+constexpr bool kIntegerScores = T == kInt8;
+IntegerQueries integer_queries(const Attributes& a, int rows, const Scratch& s) {
+  return {reinterpret_cast<int32_t*>(s.q), reinterpret_cast<IntegerRow*>(s.q_extra), rows, a.head_dim};
+}
+#else
+template <KvDtype T>
+constexpr bool kIntegerScores = false;
+#endif
+
+// Whether K or V of a block are decoded to floats once rather than by every register tile of rows.
+template <KvDtype T>
+bool decodes(int rows) {
+  return (T == kInt8 || T == kFp8) && rows > 2 * kRowTile;
+}
+
+template <KvDtype T>
+void pack_row(const Attributes& a, int rows, const Scratch& s, int row, const float* q) {
+#ifdef CASTLINE_ISA_AVX512
+  if constexpr (kIntegerScores<T>) return pack_query(integer_queries(a, rows, s), row, q);
+#endif
+  pack_query(Queries{s.q, rows, a.head_dim}, row, q);
+}
+
+template <KvDtype T>
+void score_keys(const Attributes& a, int rows, const Scratch& s, const uint8_t* tile, float* scores) {
+#ifdef CASTLINE_ISA_AVX512
+  if constexpr (kIntegerScores<T>) return score_block(integer_queries(a, rows, s), tile, a.block_size, scores);
+#endif
+  const Queries queries = {s.q, rows, a.head_dim};
+  if (!decodes<T>(rows)) return score_block<T>(queries, tile, a.block_size, scores);
+  decode_keys<T>(tile, a.head_dim, a.block_size, s.decoded);
+  score_block<kFp32>(queries, reinterpret_cast<const uint8_t*>(s.decoded), a.block_size, scores);
+}
+
+template <KvDtype T>
+void sum_values(const TileBlocks& tile, int rows, int dim, const Scratch& s) {
+  memset(s.tile_sum, 0, sizeof(float) * rows * dim);
+  if constexpr (T == kInt8 || T == kFp8) {
+    if (decodes<T>(rows)) return add_decoded_values<T>(tile, rows, dim, s.scores, s.decoded, s.tile_sum);
+  }
+  add_values<T>(tile, rows, dim, s.scores, s.tile_sum);
+}
+
+// --- one tile -------------------------------------------------------------------------------------------------------
 
 // The physical blocks of the key tile that begins at position tile_start, for keys first .. last of the tile.
 TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item, int tile_start, int first, int last) {
@@ -73,22 +139,25 @@ TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item,
   return tile;
 }
 
-template <KvDtype T>
-CASTLINE_INLINE Vec weight_scale(const TileBlocks& tile, int key) {
-  if constexpr (T == kInt8) return load(tile.block[key / tile.block_size].v_scale + key % tile.block_size);
-  return broadcast(T == kFp8 ? kFp8Scale : 1.0f);
+// Gathers the keys' scales over the tile: what a score and a weight are multiplied by. int8 only.
+void gather_scales(const Attributes& a, const TileBlocks& tile, const Scratch& s) {
+  const int n = a.block_size;
+  for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
+    for (int i = 0; i < n; ++i) s.k_scale[b * n + i] = tile.block[b].k_scale[i] * a.scale;
+    memcpy(s.v_scale + b * n, tile.block[b].v_scale, sizeof(float) * n);
+  }
 }
 
 // Softmax of one row over the tile's keys [low, high), not divided by its sum: scores become weights (times V's scale).
 template <KvDtype T>
-void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high, float* scores, float* max_out,
-                 float* total_out) {
+void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high, const Scratch& s, int row) {
+  float* scores = s.scores + row * kKeyTile;
   const int begin = tile.first_key / tile.block_size * tile.block_size;
   const int end = (tile.last_key + kLanes - 1) / kLanes * kLanes;
   const Vec scale = broadcast(T == kFp8 ? a.scale * kFp8Scale : a.scale);
   Vec largest = broadcast(kMasked);
   for (int i = begin; i < end; i += kLanes) {
-    Vec x = mul(load(scores + i), scale);
+    Vec x = mul(load(scores + i), T == kInt8 ? load(s.k_scale + i) : scale);
     if (a.softcap > 0.0f) x = mul(tanh(div(x, broadcast(a.softcap))), broadcast(a.softcap));
     x = keep_range(x, low - i, high - i, broadcast(kMasked));
     store(scores + i, x);
@@ -98,28 +167,32 @@ void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high,
   const Vec shift = broadcast(row_max == kMasked ? 0.0f : -row_max);
   Vec total = broadcast(0.0f);
   for (int i = begin; i < end; i += kLanes) {
-    const Vec p = exp_nonpositive(add(load(scores + i), shift));
-    total = add(total, p);
-    store(scores + i, T == kInt8 || T == kFp8 ? mul(p, weight_scale<T>(tile, i)) : p);
+    Vec weight = exp_nonpositive(add(load(scores + i), shift));
+    total = add(total, weight);
+    if (T == kInt8) weight = mul(weight, load(s.v_scale + i));
+    if (T == kFp8) weight = mul(weight, broadcast(kFp8Scale));
+    store(scores + i, weight);
   }
-  *max_out = row_max;
-  *total_out = reduce_add(total);
+  s.tile_max[row] = row_max;
+  s.tile_total[row] = reduce_add(total);
 }
 
+// Scores, softmax and weighted sum of V of all rows over one key tile: fills tile_max, tile_total and tile_sum.
 template <KvDtype T>
-void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, int tile_start, const Queries& queries,
-                 const Scratch& scratch, float* sums) {
-  for (int b = tile.first_key / tile.block_size; b * tile.block_size < tile.last_key; ++b) {
-    score_block<T>(queries, rows.count, tile.block[b], tile.block_size, scratch.scores + b * tile.block_size);
+void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, int tile_start, const Scratch& s) {
+  for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
+    score_keys<T>(a, rows.count, s, tile.block[b].k, s.scores + b * a.block_size);
   }
+  if (T == kInt8) gather_scales(a, tile, s);
   for (int r = 0; r < rows.count; ++r) {
     const int position = rows.first_position + r / rows.group;
     const int low = a.window > 0 ? position + 1 - a.window - tile_start : 0;
-    softmax_row<T>(a, tile, low, position + 1 - tile_start, scratch.scores + r * kKeyTile, scratch.tile_max + r,
-                   scratch.tile_total + r);
+    softmax_row<T>(a, tile, low, position + 1 - tile_start, s, r);
   }
-  value_sums<T>(tile, rows.count, a.head_dim, scratch.scores, sums);
+  sum_values<T>(tile, rows.count, a.head_dim, s);
 }
+
+// --- merging tiles --------------------------------------------------------------------------------------------------
 
 // Adds a tile's softmax (its maximum, sum of weights and weighted sum of V) to a row's running one.
 void merge_row(int dim, float tile_max, float tile_total, const float* tile_sum, float* max, float* total, float* sum) {
@@ -151,16 +224,15 @@ void attend_item(const Attributes& a, const Step& s, const WorkItem& item, float
   const Rows rows = rows_of(a, s, item);
   const Scratch scratch = scratch_views(a, rows.count, base);
   for (int r = 0; r < rows.count; ++r) {
-    memcpy(scratch.q + r * a.head_dim, output_row(a, s, item, rows, r), sizeof(float) * a.head_dim);
+    pack_row<T>(a, rows.count, scratch, r, output_row(a, s, item, rows, r));
   }
-  const Queries queries = {scratch.q, a.head_dim};
   if (partial == nullptr) clear_rows(a, rows, scratch);
   for (int t = item.first_tile; t < item.last_tile; ++t) {
     const int start = t * kKeyTile;
     const int first = rows.first_key > start ? rows.first_key - start : 0;
     const int last = rows.last_key < start + kKeyTile ? rows.last_key - start : kKeyTile;
     const TileBlocks tile = tile_blocks(a, s, item, start, first, last);
-    attend_tile<T>(a, tile, rows, start, queries, scratch, scratch.tile_sum);
+    attend_tile<T>(a, tile, rows, start, scratch);
     for (int r = 0; r < rows.count; ++r) {
       const float* sum = scratch.tile_sum + r * a.head_dim;
       if (partial == nullptr) {

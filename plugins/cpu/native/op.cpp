@@ -210,7 +210,7 @@ OrtStatus* attend_all(const Kernel& k, const OrtKernelContext* context, const St
   for (size_t u = 0; u < units; ++u) pending[u].store(p.pending[u], std::memory_order_relaxed);
   if (units && partials == nullptr) throw std::bad_alloc();
 
-  const size_t scratch_size = scratch_floats(a.head_dim, p.max_rows);
+  const size_t scratch_size = scratch_floats(a, p.max_rows);
   const int group = a.num_heads / a.num_kv_heads;
   std::atomic<bool> out_of_memory{false};
   OrtStatus* status = for_each(k, context, p.items.size(), p.cost, [&](size_t i) {

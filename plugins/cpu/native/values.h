@@ -1,14 +1,24 @@
 // Values: the weighted sum of V over the keys of one key tile, lanes = dimensions. Included by kernel.h only.
 //
-// Every output element adds up in the order of keys. Keys outside [first, last) are never read: a slot that was never
-// written may hold anything.
+// Every output element adds up in the order of keys. Keys outside [first_key, last_key) are never used: a slot that was
+// never written may hold anything.
 #pragma once
 
-#include "layout.h"
-#include "simd.h"
+#include <stddef.h>
+
+#include "scores.h"
 
 namespace castline::CASTLINE_ISA {
 namespace {
+
+// The blocks of one key tile, of which the keys first_key .. last_key (counted from the tile's start) are used.
+struct TileBlocks {
+  HeadBlock block[kKeyTile / 16];
+  int block_size, first_key, last_key;
+};
+
+template <KvDtype T>
+constexpr int kValueBytes = T == kFp32 ? 4 : T == kBf16 ? 2 : 1;
 
 template <KvDtype T>
 CASTLINE_INLINE Vec load_value(const uint8_t* row) {
@@ -17,16 +27,10 @@ CASTLINE_INLINE Vec load_value(const uint8_t* row) {
   return load_fp8(row);
 }
 
-// The running sums of Rows rows by Vectors * kLanes dimensions, held in registers over a whole key tile.
+// Sums of Rows rows by Vectors * kLanes dimensions, in registers over a run of keys.
 template <KvDtype T, int Rows, int Vectors>
 struct Accumulator {
   Vec sum[Rows][Vectors];
-
-  CASTLINE_INLINE void clear() {
-    for (int r = 0; r < Rows; ++r) {
-      for (int v = 0; v < Vectors; ++v) sum[r][v] = broadcast(0.0f);
-    }
-  }
 
   CASTLINE_INLINE void multiply_add(const Vec values[Vectors], const float* weight) {
     for (int r = 0; r < Rows; ++r) {
@@ -35,52 +39,56 @@ struct Accumulator {
     }
   }
 
-  // Adds the keys first .. last of one block; weight[r * kKeyTile + i] belongs to key i of the block.
-  CASTLINE_INLINE void add_block(const uint8_t* tile, int head_dim, int dim, int first, int last, const float* weight) {
+  // Keys first .. last of one block; *values* is where the block's first key is, weight[r * kKeyTile + i] key i's weight.
+  CASTLINE_INLINE void add_block(const uint8_t* values, ptrdiff_t head_dim, int first, int last, const float* weight) {
     Vec even[Vectors];
     if constexpr (T == kBf16) {
       Vec odd[Vectors];
-      for (int key = first & ~1; key < last; key += 2) {
-        for (int v = 0; v < Vectors; ++v) {
-          load_bf16_pair(tile + (key / 2 * head_dim + dim + v * kLanes) * 4, even[v], odd[v]);
-        }
+      values += first / 2 * head_dim * 4;
+      for (int key = first & ~1; key < last; key += 2, values += head_dim * 4) {
+        for (int v = 0; v < Vectors; ++v) load_bf16_pair(values + v * kLanes * 4, even[v], odd[v]);
         if (key >= first) multiply_add(even, weight + key);
         if (key + 1 < last) multiply_add(odd, weight + key + 1);
       }
     } else {
-      for (int key = first; key < last; ++key) {
-        for (int v = 0; v < Vectors; ++v) {
-          even[v] = load_value<T>(tile + (key * head_dim + dim + v * kLanes) * (T == kFp32 ? 4 : 1));
-        }
+      values += first * head_dim * kValueBytes<T>;
+      for (int key = first; key < last; ++key, values += head_dim * kValueBytes<T>) {
+        for (int v = 0; v < Vectors; ++v) even[v] = load_value<T>(values + v * kLanes * kValueBytes<T>);
         multiply_add(even, weight + key);
       }
     }
   }
 };
 
-// The blocks of one key tile: blocks first_key / block_size .. of the tile, keys first_key .. last_key used.
-struct TileBlocks {
-  HeadBlock block[kKeyTile / 16];
-  int block_size, first_key, last_key;
-};
-
+// Adds to out[r][dim .. dim + Vectors * kLanes] for Rows rows over the tile's keys.
 template <KvDtype T, int Rows, int Vectors>
 void value_tile(const TileBlocks& tile, int head_dim, int dim, const float* weights, float* out) {
   Accumulator<T, Rows, Vectors> accumulator;
-  accumulator.clear();
-  const int n = tile.block_size;
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < Vectors; ++v) accumulator.sum[r][v] = load(out + r * head_dim + dim + v * kLanes);
+  }
+  const int n = tile.block_size, offset = dim * (T == kBf16 ? 4 : kValueBytes<T>);
   for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
     const int first = tile.first_key > b * n ? tile.first_key - b * n : 0;
     const int last = tile.last_key < (b + 1) * n ? tile.last_key - b * n : n;
-    accumulator.add_block(tile.block[b].v, head_dim, dim, first, last, weights + b * n);
+    accumulator.add_block(tile.block[b].v + offset, head_dim, first, last, weights + b * n);
   }
   for (int r = 0; r < Rows; ++r) {
     for (int v = 0; v < Vectors; ++v) store(out + r * head_dim + dim + v * kLanes, accumulator.sum[r][v]);
   }
 }
 
-// out[r][0 .. head_dim] for Rows rows. Where head_dim is no multiple of kLanes, the last vector begins early and computes
-// some dimensions a second time, to the same bits.
+// Adds the last vector of a head_dim that is no multiple of kLanes. It begins at head_dim - kLanes, so that no load passes
+// the end of a row; the sums it has in common with the vector before are put back.
+template <KvDtype T, int Rows>
+void value_tail(const TileBlocks& tile, int head_dim, const float* weights, float* out) {
+  const int dim = head_dim - kLanes, common = kLanes - head_dim % kLanes;
+  float kept[Rows * kLanes];
+  for (int r = 0; r < Rows; ++r) memcpy(kept + r * kLanes, out + r * head_dim + dim, sizeof(float) * common);
+  value_tile<T, Rows, 1>(tile, head_dim, dim, weights, out);
+  for (int r = 0; r < Rows; ++r) memcpy(out + r * head_dim + dim, kept + r * kLanes, sizeof(float) * common);
+}
+
 template <KvDtype T, int Rows>
 void value_rows(const TileBlocks& tile, int head_dim, const float* weights, float* out) {
   constexpr int kWide = kLanes == 16 ? 4 : 2;
@@ -88,27 +96,39 @@ void value_rows(const TileBlocks& tile, int head_dim, const float* weights, floa
   for (; dim + kWide * kLanes <= head_dim; dim += kWide * kLanes) {
     value_tile<T, Rows, kWide>(tile, head_dim, dim, weights, out);
   }
-  for (; dim < head_dim; dim += kLanes) {
-    value_tile<T, Rows, 1>(tile, head_dim, dim + kLanes <= head_dim ? dim : head_dim - kLanes, weights, out);
+  for (; dim + kLanes <= head_dim; dim += kLanes) value_tile<T, Rows, 1>(tile, head_dim, dim, weights, out);
+  if (dim < head_dim) value_tail<T, Rows>(tile, head_dim, weights, out);
+}
+
+// out[rows][head_dim] += weights[rows][keys] * V over the tile's keys.
+template <KvDtype T>
+void add_values(const TileBlocks& tile, int rows, int head_dim, const float* weights, float* out) {
+  for (int first = 0; first < rows; first += kRowTile) {
+    const float* w = weights + first * kKeyTile;
+    float* o = out + first * head_dim;
+    switch (tile_rows(rows, first)) {
+      case 6: if constexpr (kRowTile >= 6) value_rows<T, 6>(tile, head_dim, w, o); break;
+      case 5: if constexpr (kRowTile >= 5) value_rows<T, 5>(tile, head_dim, w, o); break;
+      case 4: value_rows<T, 4>(tile, head_dim, w, o); break;
+      case 3: value_rows<T, 3>(tile, head_dim, w, o); break;
+      case 2: value_rows<T, 2>(tile, head_dim, w, o); break;
+      default: value_rows<T, 1>(tile, head_dim, w, o); break;
+    }
   }
 }
 
-// out[rows][head_dim] = weights[rows][keys] * V over the tile's keys.
+// As add_values, each block decoded once into *floats* [block_size][head_dim]: for items whose rows use it repeatedly.
 template <KvDtype T>
-void value_sums(const TileBlocks& tile, int rows, int head_dim, const float* weights, float* out) {
-  int r = 0;
-  for (; r + kRowTile <= rows; r += kRowTile) {
-    value_rows<T, kRowTile>(tile, head_dim, weights + r * kKeyTile, out + r * head_dim);
-  }
-  weights += r * kKeyTile;
-  out += r * head_dim;
-  switch (rows - r) {
-    case 5: value_rows<T, 5>(tile, head_dim, weights, out); break;
-    case 4: value_rows<T, 4>(tile, head_dim, weights, out); break;
-    case 3: value_rows<T, 3>(tile, head_dim, weights, out); break;
-    case 2: value_rows<T, 2>(tile, head_dim, weights, out); break;
-    case 1: value_rows<T, 1>(tile, head_dim, weights, out); break;
-    default: break;
+void add_decoded_values(const TileBlocks& tile, int rows, int head_dim, const float* weights, float* floats, float* out) {
+  const int n = tile.block_size;
+  for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
+    const uint8_t* v = tile.block[b].v;
+    for (int i = 0; i < n * head_dim; i += kLanes) store(floats + i, load_value<T>(v + i * kValueBytes<T>));
+    TileBlocks one = tile;
+    one.block[b].v = reinterpret_cast<uint8_t*>(floats);
+    one.first_key = tile.first_key > b * n ? tile.first_key : b * n;
+    one.last_key = tile.last_key < (b + 1) * n ? tile.last_key : (b + 1) * n;
+    add_values<kFp32>(one, rows, head_dim, weights, out);
   }
 }
 

@@ -1,0 +1,114 @@
+"""The native kernels of every instruction set against the NumPy reference, over random steps."""
+
+import numpy as np
+import pytest
+from castline.plugins.contract import AttentionAttributes, KvDtypeCode, QkNorm
+from castline.plugins.cpu.library import available_isas
+from castline.plugins.reference import ReferencePool, paged_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+# Rounding of float32 sums; 16-bit queries in the AVX-512 int8 scores.
+TOLERANCE = 2e-5
+TOLERANCE_INT8 = 3e-4
+
+HEAD_DIMS = (8, 16, 24, 32, 64, 80, 96, 128, 256)
+
+
+@st.composite
+def attention_attributes(draw: st.DrawFn) -> AttentionAttributes:
+    group = draw(st.sampled_from((1, 2, 3, 4, 8)))
+    num_kv_heads = draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from(HEAD_DIMS))
+    rotary_dim = draw(st.sampled_from((0, head_dim, head_dim // 2, 2, head_dim - 2)))
+    return AttentionAttributes(
+        layer=0,
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=draw(st.sampled_from((head_dim**-0.5, 0.5 * head_dim**-0.5))),
+        block_size=draw(st.sampled_from((16, 32, 64))),
+        kv_dtype=int(draw(st.sampled_from(KvDtypeCode))),
+        window=draw(st.sampled_from((0, 0, 1, 7, 33, 300))),
+        softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))),
+        rotary_dim=rotary_dim,
+        rope_interleaved=draw(st.integers(0, 1)),
+        qk_norm=int(draw(st.sampled_from(QkNorm))),
+        norm_eps=draw(st.sampled_from((1e-6, 1e-5))),
+        query_tile=draw(st.sampled_from((0, 0, 1, 3, 64))),
+        kv_split=draw(st.sampled_from((0, 256, 512))),
+    )
+
+
+# (tokens before the step, tokens of the step) of each sequence; long ones reach a second and third key tile.
+SEQUENCES = st.lists(
+    st.tuples(
+        st.one_of(st.integers(0, 70), st.integers(240, 270), st.integers(500, 620)),
+        st.one_of(st.just(0), st.just(1), st.integers(2, 40)),
+    ),
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(attributes=attention_attributes(), lengths=SEQUENCES, seed=st.integers(0, 2**16), threads=st.integers(1, 2))
+def test_outputs_and_pool(tools, isa, attributes, lengths, seed, threads) -> None:
+    """Any disagreement with the contract: the rounding of K and V to the last bit, attention to float32 rounding."""
+    sequences = tools.Sequences(attributes, [before + new for before, new in lengths], seed)
+    node = tools.Node(attributes, sequences.num_blocks, isa, threads)
+    pool = ReferencePool.zeros(attributes, sequences.num_blocks)
+    written = np.zeros(len(pool.k), bool)
+    for spans in ([(0, before) for before, _ in lengths], [(before, before + new) for before, new in lengths]):
+        step = sequences.step(spans)
+        expected = paged_attention(attributes, step, pool)
+        output = node(step)
+        assert output.shape == expected.shape
+        tolerance = TOLERANCE_INT8 if attributes.kv_dtype == KvDtypeCode.INT8 else TOLERANCE
+        np.testing.assert_allclose(output, expected, rtol=0, atol=tolerance * np.abs(expected).max(initial=1.0))
+        written[step.slot_mapping] = True
+    k, v = tools.decode_pool(attributes, node.pool)
+    np.testing.assert_array_equal(k[written], pool.k[written])
+    np.testing.assert_array_equal(v[written], pool.v[written])
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("kv_dtype", KvDtypeCode)
+def test_extreme_values_round_alike(tools, isa, kv_dtype) -> None:
+    """Saturation at fp8's 448, its subnormals, ties, zeros and an all-zero head: every one rounds as the contract says."""
+    attributes = tools.attributes(kv_dtype=int(kv_dtype), rotary_dim=0, num_heads=2, head_dim=32)
+    sequences = tools.Sequences(attributes, [16])
+    special = [0.0, -0.0, 2**-9, 2**-10, 3 * 2**-11, 2**-6, 2**-6 - 2**-12, 447.9, 448.0, 463.9, 1e30, 1.0625, 1.1875]
+    values = np.concatenate([special, -np.array(special), np.arange(6) + 0.5]).astype(np.float32)[:32]
+    rows = np.stack([np.roll(values, i) for i in range(16)])
+    rows[3] = 0.0
+    sequences.qkv[0][:, 64:96] = rows  # K of head 0
+    sequences.qkv[0][:, 128:160] = rows[::-1]  # V of head 0
+    node = tools.Node(attributes, sequences.num_blocks, isa)
+    pool = ReferencePool.zeros(attributes, sequences.num_blocks)
+    step = sequences.step([(0, 16)])
+    paged_attention(attributes, step, pool)
+    node(step)
+    k, v = tools.decode_pool(attributes, node.pool)
+    np.testing.assert_array_equal(k[step.slot_mapping], pool.k[step.slot_mapping])
+    np.testing.assert_array_equal(v[step.slot_mapping], pool.v[step.slot_mapping])
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_large_scores_do_not_overflow(tools, isa) -> None:
+    """A softmax without its maximum taken off overflows at scores of some hundreds, which trained models have."""
+    attributes = tools.attributes(scale=100.0, rotary_dim=0)
+    sequences = tools.Sequences(attributes, [300], seed=3)
+    step = sequences.step([(0, 300)])
+    output = tools.Node(attributes, sequences.num_blocks, isa)(step)
+    np.testing.assert_allclose(output, tools.reference(sequences, step), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_many_heads_on_one_kv_head(tools, isa) -> None:
+    """Multi-query attention: a group larger than the rows that a work item aims at."""
+    attributes = tools.attributes(num_heads=71, num_kv_heads=1, head_dim=64, rotary_dim=64)
+    sequences = tools.Sequences(attributes, [40, 5])
+    step = sequences.step([(0, 40), (0, 5)])
+    output = tools.Node(attributes, sequences.num_blocks, isa, threads=2)(step)
+    np.testing.assert_allclose(output, tools.reference(sequences, step), rtol=0, atol=TOLERANCE)
