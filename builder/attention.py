@@ -3,12 +3,13 @@
 transformers calls whatever function its ``AttentionInterface`` holds under the config's attention name. Ours records
 what each layer asks for (`LayerAttention`) and calls a custom operator, which `torch.onnx` translates to one node:
 
-- ``castline::Attention(q [T, H*D], k [T, KV*D], v [T, KV*D]) -> [T, H*D]``: the KV pool is attached when the graph is lowered.
-- ``castline::Rope(x [1, heads, T, D], cos, sin [1, T, ...]) -> x``: ``style`` is a `RopeStyle`; the first ``rotary_dim`` elements turn.
+- ``castline::Attention(q [T, H*D], k [T, KV*D], v [T, KV*D]) -> [T, H*D]``; its KV pool comes with lowering.
+- ``castline::Rope(x [1, heads, T, D], cos, sin [1, T, ...]) -> x``; ``style`` is a `RopeStyle`, and the first
+  ``rotary_dim`` elements turn.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -170,7 +171,7 @@ def flat(heads: Tensor) -> Tensor:
 @contextmanager
 def traced(model: PreTrainedModel, tracer: Tracer) -> Iterator[None]:
     """Runs *model* through *tracer* inside the block; model and modelling code are as before after it."""
-    modules = {sys.modules[type(m).__module__] for m in model.modules()}
+    modules: set[Any] = {sys.modules[type(m).__module__] for m in model.modules()}
     patched = {m: m.apply_rotary_pos_emb for m in modules if hasattr(m, "apply_rotary_pos_emb")}
 
     def replacement(original: Any) -> Any:
@@ -203,7 +204,7 @@ def frozen_rope(model: PreTrainedModel) -> Iterator[None]:
 
     Sound because `load_checkpoint` limits such a model to its original maximum position.
     """
-    switching = [m for m in model.modules() if getattr(m, "rope_type", None) == "longrope"]
+    switching: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == "longrope"]
     for module in switching:
         module.inv_freq.copy_(module.original_inv_freq)
         module.rope_type = "default"
@@ -282,7 +283,7 @@ def _emit_rope(x: Any, cos: Any, sin: Any, style: int, rotary_dim: int) -> Any:
     return _opset.Rope(x, cos, sin, style=style, rotary_dim=rotary_dim)
 
 
-TRANSLATIONS = {
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.castline.attention.default: _emit_attention,
     torch.ops.castline.rope.default: _emit_rope,
 }

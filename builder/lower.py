@@ -1,7 +1,7 @@
 """The last step of the graph: the cpu target's pools, metadata and attributes, and the files of a bundle.
 
-`lower_cpu` gives the graph the inputs of the step contract, under its names. `save_graph` writes it with the weights beside it,
-one tensor in memory at a time.
+`lower_cpu` gives the graph the inputs of the step contract, under its names. `save_graph` writes it with the weights
+beside it, one tensor in memory at a time.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from castline.builder.passes.walk import attribute, ours
+from castline.builder.passes.walk import attribute, ours, sizes
 from castline.engines.capacity import kv_block_bytes
 from castline.engines.manifest import KvDtype
 from castline.plugins.contract import (
@@ -104,13 +103,6 @@ def save_graph(model: ir.Model, directory: Path) -> Path:
     return path
 
 
-def graph_bytes(model: ir.Model) -> bytes:
-    """The whole graph with its weights in one message; for small models, under protobuf's 2 GiB."""
-    common.TopologicalSortPass()(model)
-    proto: onnx.ModelProto = ir.to_proto(model)
-    return proto.SerializeToString()
-
-
 @contextmanager
 def _external(model: ir.Model, file: BinaryIO) -> Iterator[None]:
     """Streams large initializers to *file*; inside the block they are references into it."""
@@ -126,7 +118,7 @@ def _external(model: ir.Model, file: BinaryIO) -> Iterator[None]:
             offset, length = places[owner] if owner in places else _append(file, tensor)
             places[str(value.name)] = (offset, length)
             value.const_value = ir.ExternalTensor(
-                WEIGHTS_NAME, offset, length, tensor.dtype, shape=ir.Shape(tensor.shape), name=str(value.name)
+                WEIGHTS_NAME, offset, length, tensor.dtype, shape=ir.Shape(sizes(tensor)), name=str(value.name)
             )
         yield
     finally:

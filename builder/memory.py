@@ -17,7 +17,7 @@ def build_bytes(num_parameters: int, largest_tensor: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory this process may still take: the host's, or what is left of its control group's limit where that is less."""
+    """Memory this process may still take: the host's, or what its control group leaves where that is less."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
@@ -40,6 +40,6 @@ def require_memory(num_parameters: int, largest_tensor: int) -> None:
     needed, available = build_bytes(num_parameters, largest_tensor), available_bytes()
     if needed > available:
         raise BuildError(
-            f"load: building {num_parameters / 1e6:,.0f}M parameters in fp32 needs about {needed / 2**30:.1f} GiB of memory, "
-            f"{available / 2**30:.1f} GiB are available; build on a larger host (the engine itself needs less)"
+            f"load: building {num_parameters / 1e6:,.0f}M parameters in fp32 needs about {needed / 2**30:.1f} GiB of "
+            f"memory, {available / 2**30:.1f} GiB are available; build on a larger host (the engine itself needs less)"
         )

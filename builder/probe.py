@@ -60,7 +60,7 @@ def _row(mask_function: Callable[..., Any], query: int) -> Tensor:
 
 
 def rope_style(original: Callable[..., Any], q: Tensor, cos: Tensor) -> tuple[RopeStyle, int] | None:
-    """The style of *original* for tensors shaped like these, and how many elements turn; None when it is none we know."""
+    """The style of *original* for tensors shaped like these, and how many elements turn; None for a style unknown."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(q.shape, generator=generator)
     for style in RopeStyle:
@@ -90,11 +90,10 @@ def _widen(half: Tensor, style: RopeStyle) -> Tensor:
 class _Recorder:
     """Runs our attention eagerly and notes what each layer asked for."""
 
-    num_layers: int
     layers: list[LayerAttention] = field(default_factory=list)
     styles: dict[Callable[..., Any], tuple[RopeStyle, int] | None] = field(default_factory=dict)
 
-    def mask(self, **kwargs: Any) -> MaskFacts | None:
+    def mask(self, **kwargs: Any) -> MaskFacts:
         return read_mask(**kwargs)
 
     def rope(self, original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -138,13 +137,16 @@ class _Recorder:
         return run_attention(self.layers[-1], query, key, value)
 
 
-class _TokenLocal(_Recorder):
+class _TokenLocal:
     """Attention that looks at its own token only."""
 
-    def mask(self, **kwargs: Any) -> None:
+    def mask(self, **_: Any) -> None:
         return None
 
-    def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Tensor:
+    def rope(self, original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        return None
+
+    def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Tensor:
         return flat(query + value.repeat_interleave(query.shape[1] // value.shape[1], 1))
 
 
@@ -176,12 +178,12 @@ def _differ(a: Tensor, b: Tensor) -> bool:
 
 
 def probe_model(model: PreTrainedModel) -> ModelProbe:
-    """Facts about *model*'s attention. Raises BuildError for a model that one paged-attention node a layer cannot carry."""
+    """Facts about *model*'s attention. Raises BuildError where one paged-attention node a layer cannot carry it."""
     num_layers = model.config.num_hidden_layers
     ids = torch.randint(0, model.config.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(NUM_TOKENS)
     wanted = _logits(model, ids, positions)
-    recorder = _Recorder(num_layers)
+    recorder = _Recorder()
     with traced(model, recorder):
         found = _logits(model, ids, positions)
     _check_layers(recorder.layers, num_layers)
@@ -190,7 +192,7 @@ def probe_model(model: PreTrainedModel) -> ModelProbe:
             "probe: this model's attention uses something castline does not compute (a bias, or another mask)"
         )
     order = torch.randperm(NUM_TOKENS, generator=torch.Generator().manual_seed(1))
-    with traced(model, _TokenLocal(num_layers)):
+    with traced(model, _TokenLocal()):
         straight, shuffled = _logits(model, ids, positions), _logits(model, ids[order], positions[order])
     if _differ(shuffled, straight[order]):
         raise BuildError(
@@ -202,7 +204,8 @@ def probe_model(model: PreTrainedModel) -> ModelProbe:
 def _check_layers(layers: list[LayerAttention], num_layers: int) -> None:
     if len(layers) != num_layers:
         raise BuildError(
-            f"probe: {len(layers)} attention calls for {num_layers} layers; castline builds models with one attention in every layer"
+            f"probe: {len(layers)} attention calls for {num_layers} layers; "
+            "castline builds models with one attention in every layer"
         )
     geometries = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in layers}
     if len(geometries) != 1:

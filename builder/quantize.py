@@ -1,16 +1,17 @@
 """Weight-only quantisation with ONNX Runtime's own operators.
 
-``x @ W`` becomes ``MatMulNBits``: W in groups of *block* elements along K, a float scale each, unsigned integers of 8 or 4 bits
-whose zero is the middle (symmetric kernels) or stored for each group. A tied embedding keeps one copy of its bytes: the
-head's MatMulNBits and the embedding's ``GatherBlockQuantized`` read the same place of the weights file.
+``x @ W`` becomes ``MatMulNBits``: W in groups of *block* elements along K, a float scale each, unsigned integers of 8
+or 4 bits whose zero is the middle (symmetric kernels) or stored for each group. A tied embedding keeps one copy of its
+bytes: the head's MatMulNBits and the embedding's ``GatherBlockQuantized`` read the same place of the weights file.
 
 Weights are packed when the file is written, one tensor at a time. A float zero point would reproduce llama.cpp's
-Q4_1 grid (d, m) exactly, but MatMulNBits then expands W to fp32 at every call, 60 times slower at one token (1536 x 576).
+Q4_1 grid (d, m) exactly, but MatMulNBits then expands W to fp32 at every call: 60 times slower at one token.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -25,7 +26,9 @@ from castline.builder.passes.walk import (
     is_op,
     is_weight,
     make,
+    present,
     replace,
+    sizes,
     users,
 )
 from castline.builder.passes.weights import remove_dead_code
@@ -76,13 +79,13 @@ def _matmuls(model: ir.Model) -> list[ir.Node]:
 
 
 def _tensor(node: ir.Node) -> ir.TensorProtocol:
-    weight = node.inputs[1]
-    assert weight is not None and weight.const_value is not None
-    return weight.const_value
+    tensor = present(node.inputs[1]).const_value
+    assert tensor is not None
+    return tensor
 
 
 def _shape(node: ir.Node) -> Shape:
-    rows, columns = (int(d) for d in _tensor(node).shape)
+    rows, columns = sizes(_tensor(node))
     return (columns, rows) if node.op_type == "Gemm" else (rows, columns)
 
 
@@ -140,7 +143,7 @@ def _symmetric_scales(w: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
     return _nonzero(np.take_along_axis(w, index, -1)[..., 0] / -(1 << (bits - 1)))
 
 
-def _nonzero(scales: NDArray[np.float32]) -> NDArray[np.float32]:
+def _nonzero(scales: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
     return np.where(scales == 0, 1, scales).astype(np.float32)
 
 
@@ -148,11 +151,12 @@ def _nibbles(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Two 4-bit values a byte along the last axis."""
     if values.shape[-1] % 2:
         values = np.concatenate([values, np.zeros((*values.shape[:-1], 1), np.uint8)], -1)
-    return values[..., ::2] | (values[..., 1::2] << 4)
+    packed: NDArray[np.uint8] = values[..., ::2] | (values[..., 1::2] << np.uint8(4))
+    return packed
 
 
 class _LazyPack:
-    """Packs one weight when one of its tensors is read; the last one packed is kept, for its three tensors are written in a row."""
+    """Packs one weight when one of its tensors is read; the last is kept, for its tensors are written in a row."""
 
     def __init__(self, node: ir.Node, kernel: MatmulKernel) -> None:
         self.tensor = _tensor(node)
@@ -188,8 +192,7 @@ def _packed(source: _LazyPack) -> Packed:
 
 def _quantize_node(model: ir.Model, node: ir.Node, kernel: MatmulKernel) -> None:
     source = _LazyPack(node, kernel)
-    weight = node.inputs[1]
-    assert weight is not None
+    weight = present(node.inputs[1])
     base = f"{str(weight.name).removesuffix('.T')}.q{kernel.bits}"
     values = add_initializer(model, base, source.lazy(base, "values", (source.n, source.groups, source.group_bytes)))
     operands = [values, _operand(model, source, f"{base}.scales", "scales", source.groups)]

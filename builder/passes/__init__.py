@@ -1,6 +1,6 @@
 """Graph passes: each takes the ONNX graph one step on, in place, and returns how often it matched.
 
-`run_passes` runs them in order. Dead code goes after each, so that the counts of nodes before and after tell what a pass saved.
+`run_passes` runs them in order. Dead code goes after each, so that the nodes before and after tell what a pass saved.
 """
 
 from castline.builder.passes.pipeline import PassReport, run_passes

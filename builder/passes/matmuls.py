@@ -16,15 +16,17 @@ from castline.builder.passes.walk import (
     make,
     nodes,
     other_input,
+    present,
     producer,
     replace,
+    sizes,
     users,
 )
 from castline.builder.passes.weights import joined
 
 
 def merge_qkv(model: ir.Model) -> int:
-    """``Concat(x @ Wq + bq, x @ Wk + bk, x @ Wv + bv)`` becomes ``x @ W + b``; slices that put a tensor together again vanish."""
+    """``Concat(x @ Wq + bq, x @ Wk + bk, x @ Wv + bv)`` becomes ``x @ W + b``; slices put together again vanish."""
     done = 0
     for concat in nodes(model, "Concat"):
         if attribute(concat, "axis") != -1 or len(concat.inputs) != 3:
@@ -72,9 +74,9 @@ class _Linear:
     def __init__(self, matmul: ir.Node, last: ir.Node, bias: ir.Value | None) -> None:
         self.last = last
         self.bias = bias
-        self.x, self.weight = matmul.inputs
-        assert self.weight is not None and self.weight.const_value is not None
-        self.width = int(self.weight.const_value.shape[-1])
+        self.x, self.weight = (present(value) for value in matmul.inputs)
+        assert self.weight.const_value is not None
+        self.width = sizes(self.weight.const_value)[-1]
 
     @classmethod
     def match(cls, value: ir.Value | None) -> "_Linear | None":
@@ -140,11 +142,10 @@ def _before_activation(value: ir.Value | None) -> ir.Value | None:
 
 def _merge(model: ir.Model, before: ir.Node, linears: list[_Linear], name: str) -> ir.Value | None:
     """One matmul (and bias) for *linears* of one input, inserted at *before*; None where they differ in input."""
-    if len({id(x.x) for x in linears}) != 1 or any(len(users(x.weight)) != 1 for x in linears if x.weight):
+    if len({id(x.x) for x in linears}) != 1 or any(len(users(x.weight)) != 1 for x in linears):
         return None
-    weights = [x.weight.const_value for x in linears if x.weight is not None and x.weight.const_value is not None]
-    first = str(linears[0].weight.name if linears[0].weight else name)
-    base = f"{first.rsplit('.', 3)[0]}.{name}"
+    weights = [x.weight.const_value for x in linears if x.weight.const_value is not None]
+    base = f"{str(linears[0].weight.name).rsplit('.', 3)[0]}.{name}"
     weight = add_initializer(model, f"{base}.weight.T", joined(weights, f"{base}.weight.T"))
     matmul = make("MatMul", [linears[0].x, weight])
     new = [matmul]

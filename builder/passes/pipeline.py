@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from castline.builder.passes.attention import expand_rope, pack_attention
+from castline.builder.passes.attention import pack_attention
 from castline.builder.passes.matmuls import merge_gate_up, merge_qkv
 from castline.builder.passes.norms import fuse_rms_norm, fuse_skip_norm
+from castline.builder.passes.rope import expand_rope
 from castline.builder.passes.rows import drop_batch_axis, gather_rows, share_tied_head, take_rows_early
 from castline.builder.passes.weights import fold_constants, remove_dead_code, transpose_weights
 

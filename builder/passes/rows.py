@@ -19,6 +19,7 @@ from castline.builder.passes.walk import (
     make,
     nodes,
     ours,
+    present,
     producer,
     replace,
     users,
@@ -59,9 +60,10 @@ def drop_batch_axis(model: ir.Model) -> int:
         if _starts(model, node):
             edits.append(_bypass(node))
             flat.add(node.outputs[0])
-        elif any(value in flat for value in node.inputs) or _unflattens(node):
-            if not _plan(model, node, flat, edits):
-                return 0
+            continue
+        touched = any(value in flat for value in node.inputs) or _unflattens(node)
+        if touched and not _plan(model, node, flat, edits):
+            return 0
     if any(value in flat for value in model.graph.outputs):
         return 0
     for edit in edits:
@@ -156,22 +158,26 @@ def _is_token_local(node: ir.Node) -> bool:
         return node.op_type == SKIP_RMS_NORM
     if node.domain != "":
         return False
-    if node.op_type in _ELEMENTWISE or node.op_type == "MatMul":
+    if node.op_type in _ELEMENTWISE:
         return True
+    if node.op_type == "MatMul":
+        return _is_operand(present(node.inputs[1]))
     if node.op_type in _LAST_AXIS_NORMS:
-        return attribute(node, "axis", -1) == -1
+        return bool(attribute(node, "axis", -1) == -1)
     if node.op_type == "ReduceMean":
-        return ints(node.inputs[1]) == [-1] and attribute(node, "keepdims", 1) == 1
-    value = node.inputs[0] if node.inputs else None
+        return ints(node.inputs[1]) == [-1] and bool(attribute(node, "keepdims", 1))
+    first = node.inputs[0] if node.inputs else None
     if node.op_type in ("Split", "Concat"):
-        rank = len(value.shape) if value is not None and value.shape is not None else 0
+        rank = len(first.shape) if first is not None and first.shape is not None else 0
         return attribute(node, "axis", 0) in (-1, rank - 1) and rank > 1
     return node.op_type == "Slice" and len(node.inputs) > 3 and ints(node.inputs[3]) == [-1]
 
 
 def take_rows_early(model: ir.Model) -> int:
     """Moves the Gather of the wanted rows up to the last attention; the count is of nodes that now run on R rows."""
-    gather = next((n for n in nodes(model, "Gather") if n.inputs[1] is not None and n.inputs[1].name == LOGITS_INDICES), None)
+    gather = next(
+        (n for n in nodes(model, "Gather") if n.inputs[1] is not None and n.inputs[1].name == LOGITS_INDICES), None
+    )
     attentions = ours(model, PAGED_ATTENTION)
     if gather is None or not attentions or attribute(gather, "axis", 0) != 0:
         return 0
@@ -181,13 +187,13 @@ def take_rows_early(model: ir.Model) -> int:
     if not region or entries is None:
         return 0
     rows = {value: make("Gather", [value, gather.inputs[1]], axis=0) for value in entries}
-    for value, node in rows.items():
-        node.outputs[0].type = value.type
-        node.outputs[0].shape = ir.Shape(["R", *value.shape[1:]]) if value.shape is not None else None
+    for entry, node in rows.items():
+        node.outputs[0].type = entry.type
+        node.outputs[0].shape = ir.Shape(["R", *entry.shape[1:]]) if entry.shape is not None else None
         model.graph.insert_before(region[0], node)
     for node in region:
         for index, value in enumerate(node.inputs):
-            if value in rows:
+            if value is not None and value in rows:
                 node.replace_input_with(index, rows[value].outputs[0])
         for out in node.outputs:
             if out.shape is not None:
@@ -215,7 +221,7 @@ def _entries(region: list[ir.Node]) -> list[ir.Value] | None:
         for value in node.inputs:
             if value is None or value in made or _is_operand(value):
                 continue
-            if value.shape is None or len(value.shape) != 2:
+            if value.shape is None or len(value.shape) != 2 or str(value.shape[0]) != "T":
                 return None
             entries[value] = None
     return list(entries)

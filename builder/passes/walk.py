@@ -86,6 +86,23 @@ def make(
     return node
 
 
+def sizes(tensor: ir.TensorProtocol) -> list[int]:
+    """Shape of a tensor, which is always known."""
+    return [int(size) for size in tensor.shape.numpy()]
+
+
+def present(value: ir.Value | None) -> ir.Value:
+    """An operand that its operator requires."""
+    assert value is not None
+    return value
+
+
+def typed(value: ir.Value, shape: list[int | str]) -> ir.Value:
+    """*value* as float32 of *shape*."""
+    value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    return value
+
+
 def add_initializer(model: ir.Model, name: str, tensor: ir.TensorProtocol) -> ir.Value:
     """A new constant of the graph under a name of its own."""
     taken = model.graph.initializers
@@ -93,7 +110,7 @@ def add_initializer(model: ir.Model, name: str, tensor: ir.TensorProtocol) -> ir
     while unique in taken:
         number += 1
         unique = f"{name}.{number}"
-    value = ir.Value(name=unique, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    value = ir.Value(name=unique, shape=ir.Shape(sizes(tensor)), type=ir.TensorType(tensor.dtype), const_value=tensor)
     model.graph.register_initializer(value)
     return value
 

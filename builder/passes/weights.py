@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxscript.optimizer
 from onnx_ir.passes import common
 
-from castline.builder.passes.walk import add_initializer, attribute, is_weight, nodes, replace
+from castline.builder.passes.walk import add_initializer, attribute, is_weight, nodes, replace, sizes
 
 FOLD_LIMIT = 1 << 16
 """Elements; small enough for shapes, scales and norm weights, and for no matmul weight that matters."""
@@ -19,13 +19,13 @@ FOLD_LIMIT = 1 << 16
 
 def transposed(tensor: ir.TensorProtocol, name: str) -> ir.LazyTensor:
     """[N, K] → [K, N]."""
-    rows, columns = (int(d) for d in tensor.shape)
+    rows, columns = sizes(tensor)
     return ir.LazyTensor(lambda: ir.tensor(tensor.numpy().T), tensor.dtype, ir.Shape([columns, rows]), name=name)
 
 
 def joined(tensors: Sequence[ir.TensorProtocol], name: str) -> ir.LazyTensor:
     """Side by side along the last axis."""
-    shape = [*tensors[0].shape[:-1], sum(int(t.shape[-1]) for t in tensors)]
+    shape = [*sizes(tensors[0])[:-1], sum(sizes(t)[-1] for t in tensors)]
     return ir.LazyTensor(
         lambda: ir.tensor(np.concatenate([t.numpy() for t in tensors], axis=-1)),
         tensors[0].dtype,
