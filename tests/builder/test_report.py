@@ -13,7 +13,7 @@ from rich.console import Console
 
 from castline.builder.parts import SHARED, bytes_by_part, part_of
 from castline.builder.passes.pipeline import PassReport
-from castline.builder.progress import BuildLog, StageRecord
+from castline.builder.progress import STAGES_WITH_BARS, BuildLog, StageRecord
 from castline.builder.report import ReportFacts, render_report, timing_rows
 from castline.commands.inspect import command as inspect_command
 from castline.engines.bundle import write_bundle
@@ -182,6 +182,21 @@ def test_bars_are_silent_off_a_terminal() -> None:
     with log.bar("timing", 3) as advance:
         advance()
     assert stream.getvalue() == ""
+
+
+def test_terminal_shows_spinner_and_bars() -> None:
+    """rich draws one live display at a time: a bar inside a stage that spins would raise in the middle of a build."""
+    stream = io.StringIO()
+    log = BuildLog(True, Console(file=stream, force_terminal=True, soft_wrap=True, width=100))
+    with log.stage("export") as stage:
+        log.detail("a detail")
+        stage.summary = "done"
+    for name in STAGES_WITH_BARS:
+        with log.stage(name), log.bar("steps", 2) as advance:
+            advance()
+            advance()
+    assert "a detail" in stream.getvalue()
+    assert "2/2" in stream.getvalue()
 
 
 @pytest.fixture
