@@ -163,7 +163,11 @@ def lower(plan: Plan, choices: TuningChoices, model: ir.Model, log: BuildLog) ->
 
 
 def compile_engine(checkpoint: Checkpoint, fused: Fused, directory: Path, log: BuildLog) -> Compiled:
-    """Stage compile: graph, packed weights and tokenizer into *directory*."""
+    """Stage compile: graph, weights and tokenizer into *directory*.
+
+    ONNX Runtime could store its pre-packed weights too. Measured on the demo engine that saves no start-up time (0.2 s
+    either way), doubles the bundle, stores the shared embedding twice, and ties it to one release of ONNX Runtime.
+    """
     with log.stage("compile") as stage:
         graph = save_graph(fused.model, directory)
         checkpoint.save_tokenizer(directory)
