@@ -22,7 +22,10 @@ STEP_WEIGHTS: Mapping[int, float] = {1: 0.30, 8: 0.20, 32: 0.20, 128: 0.15, 512:
 
 THREAD_STEP_WEIGHTS: Mapping[int, float] = {1: 0.5, 128: 0.5}
 
-TUNED_BLOCK_SIZES = (16, 32, 64)
+NOISE = 0.02
+"""Share by which two timings of one thing differ on a quiet host."""
+
+TUNED_BLOCK_SIZES = (DEFAULT_BLOCK_SIZE, 16, 64)
 QUERY_TILES = (0, 4, 8, 16, 32)
 KV_SPLITS = (0, 128, 256, 512)
 """0 lets the kernel choose from the shape of the call."""
@@ -125,15 +128,16 @@ def autotune(request: TuningRequest, bench: Bench, advance: Callable[[], None]) 
 def cheapest(times: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]) -> str:
     """The candidate of least weighted relative time.
 
-    *times* maps candidate → step → microseconds; *weights* maps step → weight. The first of equals wins, so that a
-    tie falls to the default.
+    *times* maps candidate → step → microseconds; *weights* maps step → weight. The first candidate is the default: it
+    stays unless another is cheaper by more than timings vary, so that two builds choose alike.
     """
     fastest = {step: min(by_step[step] for by_step in times.values()) for step in weights}
 
     def cost(candidate: str) -> float:
         return sum(weight * times[candidate][step] / fastest[step] for step, weight in weights.items())
 
-    return min(times, key=cost)
+    default, best = next(iter(times)), min(times, key=cost)
+    return default if cost(default) <= cost(best) * (1 + NOISE) else best
 
 
 def thread_candidates(cores: int) -> tuple[int, ...]:

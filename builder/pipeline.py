@@ -163,7 +163,11 @@ def lower(plan: Plan, choices: TuningChoices, model: ir.Model, log: BuildLog) ->
 
 
 def compile_engine(checkpoint: Checkpoint, fused: Fused, directory: Path, log: BuildLog) -> Compiled:
-    """Stage compile: graph, packed weights and tokenizer into *directory*."""
+    """Stage compile: graph, weights and tokenizer into *directory*.
+
+    ONNX Runtime could store its pre-packed weights too. Measured on the demo engine that saves no start-up time (0.2 s
+    either way), doubles the bundle, stores the shared embedding twice, and ties it to one release of ONNX Runtime.
+    """
     with log.stage("compile") as stage:
         graph = save_graph(fused.model, directory)
         checkpoint.save_tokenizer(directory)
@@ -226,7 +230,7 @@ def _describe_choices(choices: TuningChoices) -> str:
 def _describe_parity(report: ParityReport) -> str:
     p = report.parity
     return (
-        f"mean KL {p.mean_kl:.4f} (at most {p.tolerance_mean_kl:g}), max {p.max_kl:.3f}, top-1 {p.top1_agreement:.1%} "
+        f"mean KL {p.mean_kl:.3g} (at most {p.tolerance_mean_kl:g}), max {p.max_kl:.3g}, top-1 {p.top1_agreement:.1%} "
         f"(at least {p.tolerance_top1:.0%}), perplexity {p.perplexity:.3f} (reference {p.reference_perplexity:.3f}) "
         f"over {p.num_tokens} tokens; greedy {p.greedy_match:.0%}"
     )

@@ -6,7 +6,7 @@ Ink becomes ``currentColor``, so that the page's theme colours text and axes; th
 import io
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -43,9 +43,9 @@ def draw_sizes(sizes: Mapping[str, tuple[int, int]]) -> str:
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.set_xlabel("MiB")
-        _legend(axes, "lower right")
+        _legend(axes)
 
-    return _svg("sizes", draw, height=0.55 * len(sizes) + 0.7)
+    return _svg("sizes", draw, height=0.55 * len(sizes) + 0.9)
 
 
 def draw_stages(stages: Sequence[StageRecord]) -> str:
@@ -102,12 +102,12 @@ def draw_kl_positions(kl: Sequence[float], tolerance: float, mean: float) -> str
 
     def draw(axes: Axes) -> None:
         axes.scatter(range(len(kl)), np.maximum(kl, KL_FLOOR), s=5, color=ACCENT, linewidths=0)
-        axes.axhline(max(mean, KL_FLOOR), color=INK, linewidth=1, label=f"mean {mean:.4g}")
+        axes.axhline(max(mean, KL_FLOOR), color=INK, linewidth=1, label=f"mean {mean:.3g}")
         axes.axhline(tolerance, color=SECOND, linewidth=1, linestyle="--", label=f"tolerance of the mean {tolerance:g}")
         axes.set_yscale("log")
         axes.set_xlabel("token")
         axes.set_ylabel("KL, nats")
-        _legend(axes, "lower right")
+        _legend(axes)
 
     return _svg("kl_positions", draw, height=2.9)
 
@@ -124,12 +124,12 @@ def draw_kl_distribution(kl: Sequence[float], tolerance: float) -> str:
         axes.set_xlabel("KL, nats")
         axes.set_ylabel("share of tokens below")
         axes.grid(color=MUTED, alpha=0.25, linewidth=0.6)
-        _legend(axes, "upper left")
+        _legend(axes)
 
     return _svg("kl_distribution", draw, height=2.9)
 
 
-KL_FLOOR = 1e-9
+KL_FLOOR = 1e-14
 """Shown in place of smaller divergences, which a logarithmic axis cannot place."""
 
 
@@ -146,8 +146,9 @@ def _svg(name: str, draw: Callable[[Axes], None], height: float) -> str:
     return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
-def _legend(axes: Axes, place: Literal["upper left", "lower right"]) -> None:
-    axes.legend(loc=place, frameon=False, fontsize=8)
+def _legend(axes: Axes) -> None:
+    """Above the drawing, where nothing lies under it."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
 
 
 def _step(step: str) -> str:

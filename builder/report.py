@@ -93,8 +93,9 @@ def _memory_rows(manifest: Manifest) -> list[tuple[float, int, int, float]]:
 def _plots(manifest: Manifest, facts: ReportFacts, timings: Sequence[TimingRow]) -> dict[str, str]:
     drawn = {"sizes": plots.draw_sizes(facts.sizes), "stages": plots.draw_stages(facts.stages)}
     if facts.fusions:
-        nodes = [facts.fusions[0].before, *(fusion.after for fusion in facts.fusions)]
-        drawn["fusions"] = plots.draw_fusions([fusion.name for fusion in facts.fusions], nodes)
+        matched = [fusion for fusion in facts.fusions if fusion.matched]
+        nodes = [facts.fusions[0].before, *(fusion.after for fusion in matched)]
+        drawn["fusions"] = plots.draw_fusions([fusion.name for fusion in matched], nodes)
     if timings:
         drawn["tuning"] = plots.draw_tuning(timings)
     if facts.kl and manifest.parity is not None:

@@ -133,7 +133,7 @@ def require_verified(parity: Parity, recipe: str, kv_dtype: str) -> None:
         return
     raise BuildError(
         f"verify: the engine is too far from the transformers model in fp32 for recipe {recipe} with {kv_dtype} KV "
-        f"blocks: mean KL {parity.mean_kl:.4f} (at most {parity.tolerance_mean_kl:g}), top-1 agreement "
+        f"blocks: mean KL {parity.mean_kl:.3g} (at most {parity.tolerance_mean_kl:g}), top-1 agreement "
         f"{parity.top1_agreement:.1%} (at least {parity.tolerance_top1:.0%}), perplexity {parity.perplexity:.2f} "
         f"(reference {parity.reference_perplexity:.2f}) over {parity.num_tokens} tokens. Take a more precise --recipe "
         "or --kv-dtype, or write the bundle all the same, marked unverified, with --allow-unverified"

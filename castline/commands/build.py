@@ -16,7 +16,7 @@ from castline.engines.manifest import Target
 
 _DEFAULTS = BuildOptions("", Path())
 _RECIPE_HELP = "; ".join(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values())
-_NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "gguf", "matplotlib", "rich")
+_NEEDED = ("torch", "transformers", "safetensors", "onnx", "onnx_ir", "onnxscript", "gguf", "matplotlib", "rich")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

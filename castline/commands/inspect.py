@@ -107,7 +107,7 @@ def _parity_rows(parity: Parity | None) -> list[tuple[str, str]]:
         return [("verified", "no: built with --no-verify")]
     return [
         ("verified", f"{'yes' if parity.verified else 'NO'}, over {parity.num_tokens:,} tokens"),
-        ("KL divergence", f"mean {parity.mean_kl:.5f} (at most {parity.tolerance_mean_kl:g}), max {parity.max_kl:.4f}"),
+        ("KL divergence", f"mean {parity.mean_kl:.3g} (at most {parity.tolerance_mean_kl:g}), max {parity.max_kl:.3g}"),
         ("top-1 agreement", f"{parity.top1_agreement:.2%} (at least {parity.tolerance_top1:.0%})"),
         ("perplexity", f"{parity.perplexity:.3f} (reference {parity.reference_perplexity:.3f})"),
         ("greedy match", f"{parity.greedy_match:.1%}"),

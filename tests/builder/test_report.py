@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from castline.builder.parts import SHARED, bytes_by_part, part_of
 from castline.builder.passes.pipeline import PassReport
-from castline.builder.progress import BuildLog, StageRecord
+from castline.builder.progress import STAGES_WITH_BARS, BuildLog, StageRecord
 from castline.builder.report import ReportFacts, render_report, timing_rows
 from castline.commands.inspect import command as inspect_command
 from castline.engines.bundle import write_bundle
@@ -119,7 +120,7 @@ def test_page_follows_the_theme() -> None:
 def test_page_shows_the_figures_and_escapes() -> None:
     """The numbers are the manifest's, and a processor's name is no markup."""
     text = render_report(MANIFEST, FACTS)
-    for figure in ("0.01230", "96.10 %", "12.500 (12.250)", "merge-qkv", "nbits8-b64-a4", "a &lt;cpu&gt;", "verified"):
+    for figure in ("0.0123", "96.10 %", "12.500 (12.250)", "merge-qkv", "nbits8-b64-a4", "a &lt;cpu&gt;", "verified"):
         assert figure in text
 
 
@@ -183,6 +184,21 @@ def test_bars_are_silent_off_a_terminal() -> None:
     assert stream.getvalue() == ""
 
 
+def test_terminal_shows_spinner_and_bars() -> None:
+    """rich draws one live display at a time: a bar inside a stage that spins would raise in the middle of a build."""
+    stream = io.StringIO()
+    log = BuildLog(True, Console(file=stream, force_terminal=True, soft_wrap=True, width=100))
+    with log.stage("export") as stage:
+        log.detail("a detail")
+        stage.summary = "done"
+    for name in STAGES_WITH_BARS:
+        with log.stage(name), log.bar("steps", 2) as advance:
+            advance()
+            advance()
+    assert "a detail" in stream.getvalue()
+    assert "2/2" in stream.getvalue()
+
+
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
     with write_bundle(tmp_path, "tiny") as draft:
@@ -201,7 +217,7 @@ def run_inspect(*arguments: object) -> str:
 def test_inspect_prints_what_a_reader_asks(bundle: Path) -> None:
     """Limits, host, parity, tuning, sizes: each is there with its value."""
     text = run_inspect(bundle)
-    for value in ("128 tokens a sequence", "a <cpu>", "mean 0.01230", "96.10%", "nbits8-b64-a4", "model.onnx", "avx2"):
+    for value in ("128 tokens a sequence", "a <cpu>", "mean 0.0123", "96.10%", "nbits8-b64-a4", "model.onnx", "avx2"):
         assert value in text
     assert "64 tokens in 1 of 2 layers" in text
     assert MANIFEST.rebuild_command in text
@@ -231,3 +247,27 @@ def test_inspect_of_nothing_says_what_to_give(tmp_path: Path) -> None:
     """A wrong path gives one sentence, not a traceback."""
     with pytest.raises(EngineError, match="castline build"):
         run_inspect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.embed_tokens.weight", "embedding"),
+        ("lm_head.weight.q8", "head"),
+        ("model.layers.0.self_attn.qkv.weight.T.q8.scales", "attention"),
+        ("model.layers.0.self_attn.q_norm.weight", "norms"),
+        ("model.layers.0.post_attention_layernorm.weight", "norms"),
+        ("model.layers.0.mlp.gate_up.weight.T", "mlp"),
+        ("transformer.h.0.ln_1.weight", "norms"),
+        ("split.1536", "other"),
+    ],
+)
+def test_parts_by_name(name: str, part: str) -> None:
+    """The sizes of the report are by part: a norm in the attention must not count as attention."""
+    assert part_of(name) == part
+
+
+def test_tied_head_is_one_part() -> None:
+    """The shared matrix is counted once, under a name that says it is shared; parts without weights are left out."""
+    assert bytes_by_part([("lm_head.weight", 100), ("model.norm.weight", 4)]) == {SHARED: 100, "norms": 4}
+    assert bytes_by_part([("lm_head.weight", 100), ("embed.weight", 90)]) == {"embedding": 90, "head": 100}
