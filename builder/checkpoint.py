@@ -194,11 +194,13 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 def max_position(config: PreTrainedConfig) -> int:
     """Tokens that the model can attend to. LongRoPE switches frequencies past its original length: it ends there."""
-    limit = int(config.max_position_embeddings)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        raise BuildError(f"load: the config of {config.model_type} does not say its max_position_embeddings; add it")
     for rope in _rope_parameters(config):
         if rope.get("rope_type") == "longrope":
-            limit = min(limit, int(rope["original_max_position_embeddings"]))
-    return limit
+            limit = min(limit, rope["original_max_position_embeddings"])
+    return int(limit)
 
 
 def _finish(model: Any, tokenizer: Any, name: str, source: str, end_ids: tuple[int, ...]) -> Checkpoint:

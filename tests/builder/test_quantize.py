@@ -1,4 +1,4 @@
-"""Weight-only quantisation: the packing, ONNX Runtime's reading of it, and the embedding that shares the head's bytes."""
+"""Weight-only quantisation: packing, ONNX Runtime's reading of it, and the embedding that shares the head's bytes."""
 
 from collections import Counter
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_embedding_and_head_share_one_place(tmp_path: Path) -> None:
         if isinstance(tensor := value.const_value, ir.ExternalTensor)
     }
     assert places["e.q8"] == places["e.q8.rows"]
-    distinct = {offset: length for offset, length in places.values()}
+    distinct = dict(places.values())
     size = (tmp_path / WEIGHTS_NAME).stat().st_size
     assert size == max(offset + length for offset, length in places.values())
     assert len(distinct) == len(places) - 1
