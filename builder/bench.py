@@ -29,8 +29,8 @@ from castline.plugins.cpu.node_model import (
 )
 
 MIN_RUNS = 3
-MAX_RUNS = 200
-CASE_SECONDS = 0.04
+MAX_RUNS = 1000
+CASE_SECONDS = 0.15
 """Time spent on one case once MIN_RUNS are done."""
 
 Feeds = dict[str, NDArray[Any]]

@@ -69,11 +69,14 @@ def shipped_case(encode: Encode, vocab_size: int, max_model_len: int) -> VerifyC
     prompts = data.joinpath("prompts.txt").read_text(encoding="utf-8").splitlines()
     encoded = [encode(passage.strip("\n"))[:MAX_PASSAGE_TOKENS] for passage in passages]
     greedy_tokens = min(GREEDY_TOKENS, max(1, max_model_len // 2))
+    begun = (tuple(encode(prompt)[: max_model_len - greedy_tokens]) for prompt in prompts)
     case = VerifyCase(
         passages=tuple(piece for tokens in encoded for piece in _pieces(tokens, max_model_len)),
-        prompts=tuple(tuple(encode(prompt)[: max_model_len - greedy_tokens]) for prompt in prompts),
+        prompts=tuple(tokens for tokens in begun if tokens),
         greedy_tokens=greedy_tokens,
     )
+    if not case.passages or not case.prompts:
+        raise BuildError("verify: the tokenizer turns English text into no token; build with --no-verify, or mend it")
     highest = max(max(tokens) for tokens in (*case.passages, *case.prompts))
     if highest >= vocab_size:
         raise BuildError(

@@ -1,6 +1,7 @@
 """The tuner's choices with a scripted bench, its cache, and the real bench on small shapes."""
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from castline.builder import cores
 from castline.builder.autotune import (
     STEP_WEIGHTS,
     TuningRequest,
@@ -18,6 +20,7 @@ from castline.builder.autotune import (
     thread_candidates,
 )
 from castline.builder.bench import CachedBench, OrtBench, attention_feeds, matmul_model
+from castline.builder.cores import physical_cores
 from castline.builder.recipes import RECIPES, MatmulKernel, Recipe, Tolerance
 from castline.builder.tuning_cache import TuningCache, TuningEnvironment, default_cache_dir
 from castline.builder.tuning_cases import AttentionCase, MatmulCase
@@ -302,3 +305,16 @@ def test_attention_feeds_keep_the_step_contract() -> None:
     assert feeds["cu_query_lens"].tolist() == [0, 5, 10, 15]
     assert feeds["kv_lens"].tolist() == [70, 70, 70]
     assert feeds[kv_pool_name(0)].shape[0] == 9
+
+
+def test_hardware_threads_are_not_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four hardware threads of two cores: two threads that share a core only take turns."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert physical_cores(tmp_path) == 2
+    assert physical_cores(tmp_path / "unknown") == 4
+    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
+    assert physical_cores(tmp_path) == 1

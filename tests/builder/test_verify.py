@@ -217,6 +217,12 @@ def test_shipped_text_fits_short_models(max_model_len: int) -> None:
     assert min(map(len, case.prompts)) >= 1
 
 
+def test_tokenizer_that_knows_no_english() -> None:
+    """A gate over nothing must not pass."""
+    with pytest.raises(BuildError, match="no token"):
+        shipped_case(lambda text: [], 256, 8192)
+
+
 def test_tokenizer_of_another_model_is_refused() -> None:
     """Ids past the embedding read whatever lies behind it."""
     with pytest.raises(BuildError, match=r"tokenizer gives token id 121, but the model has only 100"):
