@@ -15,7 +15,7 @@ PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
 KERNEL_ISA = (
-    # x86-64, as /proc/cpuinfo spells them
+    # x86-64, as /proc/cpuinfo spells them: those of the plugin's kernels, which are also those its matmuls come down to
     "avx2",
     "fma",
     "f16c",
@@ -24,23 +24,12 @@ KERNEL_ISA = (
     "avx512dq",
     "avx512vl",
     "avx512_vnni",
-    "avx512vbmi",
-    "avx512_bf16",
-    "avx512_fp16",
-    "avx_vnni",
-    "amx_tile",
-    "amx_int8",
-    "amx_bf16",
-    # aarch64
+    # aarch64: ONNX Runtime's matmuls
     "asimd",
-    "asimdhp",
     "asimddp",
     "i8mm",
-    "bf16",
-    "sve",
-    "sve2",
 )
-"""Extensions that some kernel is compiled for or packs weights for; any other makes no difference to an engine."""
+"""Extensions that some kernel of an engine may use; any other makes no difference to an engine."""
 
 
 def detect_host(target: Target = "cpu", proc: Path = PROC, cgroup: Path = CGROUP) -> Host:

@@ -42,9 +42,9 @@ def test_isa_lists_only_what_kernels_use_in_a_fixed_order(machine: Path) -> None
 
 def test_arm_features_are_read(machine: Path) -> None:
     """aarch64 spells its flags `Features` and has no model name: the host must not come out without an ISA."""
-    write(machine / "proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd asimddp sve\nCPU implementer\t: 0x41\n")
+    write(machine / "proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd asimddp i8mm sve\nCPU implementer\t: 0x41\n")
     host = detect_host("cpu", machine / "proc", machine / "cgroup")
-    assert host.isa == ("asimd", "asimddp", "sve")
+    assert host.isa == ("asimd", "asimddp", "i8mm")
     assert host.cpu == "0x41"
 
 
