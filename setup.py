@@ -8,11 +8,13 @@ import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("plugins/cpu/native")
 COMMON = [
     "-std=c++17",
+    "-g0",
     "-O3",
     "-ffp-contract=off",  # fused only where the code says so: the same bits whatever the surrounding template
     "-fno-math-errno",
@@ -53,6 +55,13 @@ class BuildPlugin(build_ext):
         self.compiler.link_shared_object(objects, target, target_lang="c++")
 
 
+class PlatformWheel(bdist_wheel):
+    """Tags the wheel for the platform only: the library knows nothing of Python, so one wheel serves every version."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     ext_modules=[
         Extension(
@@ -62,5 +71,5 @@ setup(
             language="c++",
         )
     ],
-    cmdclass={"build_ext": BuildPlugin},
+    cmdclass={"build_ext": BuildPlugin, "bdist_wheel": PlatformWheel},
 )

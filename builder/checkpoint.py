@@ -114,9 +114,13 @@ def _load_directory(directory: Path) -> tuple[PreTrainedModel, Any]:
         raise BuildError(
             f"load: {directory} has no tokenizer that can be read ({error}); add its tokenizer.json"
         ) from None
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-    )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except RuntimeError as error:  # shapes that differ, as a table over many lines
+        reason = str(error).strip().splitlines()[-1]
+        raise BuildError(f"load: the weights in {directory} do not fit its config: {reason}") from None
     model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
@@ -190,11 +194,13 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 def max_position(config: PreTrainedConfig) -> int:
     """Tokens that the model can attend to. LongRoPE switches frequencies past its original length: it ends there."""
-    limit = int(config.max_position_embeddings)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        raise BuildError(f"load: the config of {config.model_type} does not say its max_position_embeddings; add it")
     for rope in _rope_parameters(config):
         if rope.get("rope_type") == "longrope":
-            limit = min(limit, int(rope["original_max_position_embeddings"]))
-    return limit
+            limit = min(limit, rope["original_max_position_embeddings"])
+    return int(limit)
 
 
 def _finish(model: Any, tokenizer: Any, name: str, source: str, end_ids: tuple[int, ...]) -> Checkpoint:

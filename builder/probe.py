@@ -185,7 +185,12 @@ def probe_model(model: PreTrainedModel) -> ModelProbe:
     wanted = _logits(model, ids, positions)
     recorder = _Recorder()
     with traced(model, recorder):
-        found = _logits(model, ids, positions)
+        try:
+            found = _logits(model, ids, positions)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            raise BuildError(
+                f"probe: this model's attention does not go through transformers' attention interface ({error})"
+            ) from error
     _check_layers(recorder.layers, num_layers)
     if _differ(found, wanted):
         raise BuildError(

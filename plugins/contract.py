@@ -113,6 +113,16 @@ class AttentionAttributes:
     Query heads h share kv head ``h // (num_heads / num_kv_heads)``. Scores are
     ``softcap * tanh(scale * q.k / softcap)`` where softcap > 0, else ``scale * q.k``.
 
+    What the pool gives back for a K or V head x of a token: fp32, x; bf16, x rounded to nearest, ties to even; fp8, x
+    rounded to e4m3fn, ties to even, saturating at 448 (no infinity); int8, ``scale * clip(rint(x / scale), -127, 127)``
+    with ``scale = max|x| / 127`` in float32, one for each (token, kv head) of K and of V, and 0 where scale is 0. The
+    norm's mean square is a float64 sum, and RoPE rounds every product, so that implementations agree to the bit there.
+    `castline.plugins.reference` is this text in NumPy.
+
+    Shapes, slots, lengths and the block ids that are read are checked: a wrong one is an error that names the tensor.
+    query_tile and kv_split change the time of a step and nothing else: a row's result depends, to the bit, on its own
+    query and keys alone.
+
     RoPE, half style (rope_interleaved = 0), r = rotary_dim / 2: ``out[i] = x[i] cos[i] - x[i + r] sin[i]`` and
     ``out[i + r] = x[i + r] cos[i] + x[i] sin[i]``; interleaved: the pair is (x[2i], x[2i + 1]).
     """

@@ -161,8 +161,7 @@ class AsyncEngine:
         self._send(Stop())
         if self._process is not None:
             await self._process.stop(STOP_GRACE_S)
-        if self._link is not None:
-            self._link.close()
+        self._close_link()
 
     def on_report(self, report: Report) -> None:
         """From the link: what the engine loop says."""
@@ -176,6 +175,7 @@ class AsyncEngine:
                 self._ready.set()
             case Failed(reason):
                 self._fail(reason)
+                self._close_link()
 
     def on_lost(self, reason: str) -> None:
         """From the link: the engine loop is gone."""
@@ -280,6 +280,10 @@ class AsyncEngine:
         self._ready.set()
         for live in list(self._live.values()):
             self._end(live, EngineError(reason))
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
 
     def _send(self, command: Command) -> None:
         if self._link is not None:

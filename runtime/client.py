@@ -3,12 +3,14 @@
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from castline.engines.manifest import Manifest
 from castline.runtime.events import FinishReason, TokenLogprobs
 from castline.runtime.sampling_params import SamplingParams
-from castline.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # the engine process has Stats and limits of this module, and needs no tokenizer
+    from castline.runtime.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class EngineClient(Protocol):
 
     manifest: Manifest
     limits: EffectiveLimits
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
 
     def generate(
         self,

@@ -63,9 +63,9 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._events)
 
     def add_request(self, request: Request) -> None:
-        """Queues a validated request. One that can never fit ends at once, with an error event.
+        """Queues a validated request, under an id that no live one has.
 
-        Raises RequestError only where the request_id is in use.
+        Never raises for what a request holds: one that can never fit ends with an error event.
         """
         try:
             validate_fits(len(request.prompt_token_ids), request.params, self.limits)

@@ -155,7 +155,6 @@ def truncate(
     # A token is kept while those before it do not yet reach top-p: the one that crosses the line is the last.
     before = np.concatenate([np.zeros((rows, 1)), cumulative[:, :-1]], axis=1)
     within_p = (choice.top_p >= 1)[:, None] | (before < (choice.top_p * total)[:, None])
-    within_p[:, 0] = True
     kept = within_k & within_p & (weights >= choice.min_p[:, None])
     reaches_p = (choice.top_p < 1) & (cumulative[:, -1] >= choice.top_p * total)
     reaches_end = (choice.top_k == 0) & (reaches_p | (weights[:, -1] < choice.min_p))

@@ -45,6 +45,18 @@ class CommandSocket:
         except (BrokenPipeError, ConnectionResetError):
             raise Disconnected from None
 
+    def send_last(self, report: Report) -> None:
+        """Sends, then waits until the other side hangs up.
+
+        Closing at once would lose the report where the other side is writing: its write fails before it has read.
+        """
+        try:
+            self.send(report)
+            while True:
+                self.receive(wait=True)
+        except Disconnected:
+            return
+
     def _readable(self) -> bool:
         return bool(select.select([self._connection], [], [], 0)[0])
 

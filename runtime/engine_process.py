@@ -45,10 +45,7 @@ def serve(link: CommandSocket) -> int:
 
 def _report(link: CommandSocket, error: BaseException) -> None:
     reason = str(error) if isinstance(error, CastlineError) else f"{type(error).__name__}: {error}"
-    try:
-        link.send(Failed(reason))
-    except Disconnected:
-        return
+    link.send_last(Failed(reason))
 
 
 def main() -> None:

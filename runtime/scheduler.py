@@ -22,7 +22,6 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from castline.engines.capacity import blocks_for
-from castline.engines.errors import RequestError
 from castline.runtime.admission import length_limit
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.events import Finish, FinishReason
@@ -63,8 +62,6 @@ class Scheduler:
         """Requests with a live continuation."""
         self._policy = policy or LanePolicy()
         self._eos = frozenset(eos_token_ids)
-        # A decode takes one token, so more places than budget would leave some sequence without a step.
-        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._watermark = max(1, limits.num_blocks // 100)
         self._running: list[Sequence] = []
         """Oldest first."""
@@ -92,9 +89,8 @@ class Scheduler:
         return self._sequences.get(seq_id)
 
     def add(self, request: Request) -> None:
-        """Queues a request that fits (castline.runtime.admission). Raises RequestError for an id that is in use."""
-        if request.request_id in self.groups:
-            raise RequestError(f"request id {request.request_id!r} is in use", field="request_id")
+        """Queues a request that fits (castline.runtime.admission), under an id that no live request has."""
+        assert request.request_id not in self.groups, f"request id {request.request_id!r} is in use"
         params, prompt = request.params, request.prompt_token_ids
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         group = SequenceGroup(request, stop, prompt_logprobs=None if params.prompt_logprobs is None else [None])
@@ -218,12 +214,15 @@ class Scheduler:
         return min(self._budget, share) if shared else self._budget
 
     def _admit_waiting(self, long_budget: int) -> None:
-        """Fills free places, each with the older head of the lanes that still have budget."""
+        """Fills free places, each with the older head of the lanes that still have budget.
+
+        Who is admitted gets a token of the budget at once, so there are never more running than the budget can serve.
+        """
         budgets = {Lane.LONG: long_budget, Lane.SHORT: self._budget}
-        lines = {lane: iter(self._waiting[lane].first(self._max_running)) for lane in Lane}
+        lines = {lane: iter(self._waiting[lane].first(self.limits.max_num_seqs)) for lane in Lane}
         heads = {lane: next(line, None) for lane, line in lines.items()}
         blocked: Sequence | None = None
-        while len(self._running) < self._max_running:
+        while len(self._running) < self.limits.max_num_seqs:
             ready = [seq for lane, seq in heads.items() if seq is not None and min(budgets[lane], self._budget) > 0]
             if not ready:
                 return
@@ -293,20 +292,18 @@ class Scheduler:
                 count = min(count, self.kv.capacity(seq))
                 break
             self._preempt(victim)
-            if victim is seq:
-                return 0
         if count:
             self.kv.reserve(seq, count)
         return count
 
     def _victim(self, seq: Sequence) -> Sequence | None:
-        """The latest arrival that is younger than *seq* and not in the plan; *seq* itself if it runs alone."""
+        """The latest arrival that is younger than *seq* and not in the plan."""
         for candidate in reversed(self._running):
             if candidate.seq_id <= seq.seq_id:
                 break
             if candidate.seq_id not in self._in_plan:
                 return candidate
-        return seq if len(self._running) == 1 else None
+        return None
 
     def _preempt(self, seq: Sequence) -> None:
         self._stop_running(seq)

@@ -52,10 +52,6 @@ class Match:
     piece: int
     """Which call of `push` completed it, counted from 0."""
 
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.start, len(self.stop)
-
 
 class StopStrings:
     """One text. `push` its pieces, then `finish`; the texts returned, joined, are the text before the stop string."""
@@ -94,8 +90,7 @@ class StopStrings:
             self._advance(char, may_stop)
             if self._best is not None and self._earliest_partial() >= self._best.start:
                 return self._decide(self._best)
-        safe = min(self._earliest_partial(), self._length if self._best is None else self._best.start)
-        return self._release(safe)
+        return self._release(self._earliest_partial())
 
     def finish(self) -> str:
         """No text follows: a complete match wins, a partial one is let out whole."""
@@ -109,7 +104,7 @@ class StopStrings:
             if matcher.feed(char):
                 found = Match(self._length - len(matcher.stop), matcher.stop, self._piece)
                 matcher.fall_back()
-                if may_stop and (self._best is None or found.order < self._best.order):
+                if may_stop and (self._best is None or found.start < self._best.start):
                     self._best = found
 
     def _earliest_partial(self) -> int:

@@ -11,7 +11,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from time import monotonic
 from types import FrameType
 
@@ -21,6 +20,7 @@ from castline.engines.errors import EngineError
 from castline.runtime.client import EngineClient, Phase
 from castline.server.grpc_service import GrpcServer
 from castline.server.http_app import http_app
+from castline.server.options import Endpoints, ServerOptions
 from castline.server.serving import ServedModel, Serving
 
 log = logging.getLogger(__name__)
@@ -30,25 +30,6 @@ LAST_WORDS_S = 0.4
 """Time that ended requests have to send their last message, though the drain time is over."""
 ENGINE_GRACE_S = 0.2
 """Time after the drain time in which the engine must have ended what still ran; then the server does it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    """0: any free port."""
-    grpc_port: int = 8001
-    model_name: str | None = None
-    """None: the name in the manifest."""
-    drain_timeout_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    http: str
-    """URL."""
-    grpc: str
-    """``grpc://host:port``; clients take the part after the slashes."""
 
 
 class _Uvicorn(uvicorn.Server):

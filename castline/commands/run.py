@@ -5,14 +5,15 @@ import logging
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.loader import EnginePlan, LoadOptions, plan_engine
-from castline.server.app import Endpoints, ServerOptions, serve
-from castline.server.serving import ServedModel
+from castline.server.options import Endpoints, ServerOptions
+
+if TYPE_CHECKING:
+    from castline.server.serving import ServedModel
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SERVER, LOAD = ServerOptions(), LoadOptions()
@@ -62,12 +63,15 @@ def command(
     plan = plan_engine(repository, LoadOptions(**load))
     name = served_model_name or _model_name(plan)
     options = ServerOptions(host, http_port, grpc_port, name, drain_timeout)
+    # Here, so that help and a refused engine answer at once.
+    from castline.runtime.async_engine import AsyncEngine
+    from castline.server.app import serve
 
     def on_listening(endpoints: Endpoints) -> None:
         _print_plan(plan, name)
         click.echo(f"listening: {endpoints.http} {endpoints.grpc}")
 
-    def on_ready(model: ServedModel, endpoints: Endpoints) -> None:
+    def on_ready(model: "ServedModel", endpoints: Endpoints) -> None:
         click.echo(f"ready in {perf_counter() - begin:.2f} s: {endpoints.http}/v1 {endpoints.grpc}")
 
     asyncio.run(serve(lambda: AsyncEngine.start(plan), options, on_listening=on_listening, on_ready=on_ready))

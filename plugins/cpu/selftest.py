@@ -1,4 +1,4 @@
-"""Runs a tiny attention node through ONNX Runtime and compares it with the reference: does the library work on this host?"""
+"""Runs tiny attention nodes through ONNX Runtime and compares them with the reference: does the library work here?"""
 
 from dataclasses import fields
 from typing import Final
@@ -38,8 +38,9 @@ def run_self_test() -> None:
         error = float(np.abs(_run(attributes, inputs) - expected).max())
         if not error <= TOLERANCE:
             raise EngineError(
-                f"plugin {PLUGIN_NAME}: the self-test of {name} blocks with the {active_isa()} kernels is off by {error:.2g} "
-                f"(at most {TOLERANCE:g} is right); set CASTLINE_ISA to narrower kernels, and report this host's CPU"
+                f"plugin {PLUGIN_NAME}: the self-test of {name} blocks with the {active_isa()} kernels is off by "
+                f"{error:.2g} (at most {TOLERANCE:g} is right); "
+                "set CASTLINE_ISA to narrower kernels, and report this CPU"
             )
 
 

@@ -1,4 +1,4 @@
-"""An ONNX Runtime session over a cpu engine's graph, with its KV pool: the builder verifies with it, the runtime serves."""
+"""An ONNX Runtime session over a cpu engine's graph, with its KV pool: the builder verifies, the runtime serves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -69,10 +69,8 @@ def head(name: str, heads: int, norm: str, rope: str) -> str:
 
 def attention_model(style: RopeStyle, rotary_dim: int, q_norm: str = "none", k_norm: str = "none") -> ir.Model:
     rope = f"castline.Rope <style = {int(style)}, rotary_dim = {rotary_dim}> ({{}}, cos, sin)"
-    twice = {
-        RopeStyle.HALF: "wide = Concat <axis = -1> (angle, angle)",
-        RopeStyle.INTERLEAVED_TILED: "wide = Concat <axis = -1> (angle, angle)",
-    }
+    doubled = (RopeStyle.HALF, RopeStyle.INTERLEAVED_TILED)
+    twice = dict.fromkeys(doubled, "wide = Concat <axis = -1> (angle, angle)")
     pairs = "last = Constant <value = int64[1] {-1}> () a1 = Unsqueeze (angle, last) a2 = Concat <axis = -1> (a1, a1)"
     interleaved = f"{pairs} s = Constant <value = int64[3] {{1, -1, {rotary_dim}}}> () wide = Reshape (a2, s)"
     widen = twice.get(style, interleaved if style == RopeStyle.INTERLEAVED else "wide = Identity (angle)")
@@ -81,7 +79,8 @@ def attention_model(style: RopeStyle, rotary_dim: int, q_norm: str = "none", k_n
         "softcap = 4.0> (q, k, v)"
     )
     text = f"""<ir_version: 10, opset_import: ["" : 21, "castline" : 1]>
-    graph (float[1, T, {HIDDEN}] x, float[1, T, {rotary_dim // 2}] angle, int64[R] logits_indices) => (float[T, {HEADS * HEAD_DIM}] y) {{
+    graph (float[1, T, {HIDDEN}] x, float[1, T, {rotary_dim // 2}] angle, int64[R] logits_indices)
+        => (float[T, {HEADS * HEAD_DIM}] y) {{
         {widen} cos = Cos (wide) sin = Sin (wide)
         {head("q", HEADS, q_norm, rope)}
         {head("k", KV_HEADS, k_norm, rope)}

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -215,11 +216,11 @@ def test_weights_are_transposed_when_read() -> None:
     }
 
 
-TIED = f"""(int64[T] ids) => (float[T, 20] y) {{
+TIED = """(int64[T] ids) => (float[T, 20] y) {
     x = Gather (e, ids)
     t = Transpose <perm = [1, 0]> (e)
     y = MatMul (x, t)
-}}"""
+}"""
 
 
 def test_tied_head_is_stored_once() -> None:
@@ -246,15 +247,15 @@ def test_exporter_indexing_becomes_a_gather() -> None:
     assert check(model, gather_rows, feeds, matched=1) == {"Gather": 1}
 
 
-BATCHED = f"""(int64[T] input_ids, int64[R] logits_indices) => (float[R, 20] logits) {{
-    zero = Constant <value = int64[1] {{0}}> ()
-    first = Constant <value = int64 {{0}}> ()
+BATCHED = """(int64[T] input_ids, int64[R] logits_indices) => (float[R, 20] logits) {
+    zero = Constant <value = int64[1] {0}> ()
+    first = Constant <value = int64 {0}> ()
     ids = Unsqueeze (input_ids, zero)
     x = Gather (e, ids)
     rows = Gather <axis = 1> (x, logits_indices)
     head = MatMul (rows, w)
     logits = Gather <axis = 0> (head, first)
-}}"""
+}"""
 
 
 def test_batch_axis_is_dropped() -> None:
@@ -308,5 +309,5 @@ def test_rows_wait_for_attention() -> None:
 def test_reports_count_nodes() -> None:
     """The build log's before and after must chain from one pass to the next."""
     reports = run_passes(graph(TIED, e=normal(20, H)))
-    assert all(a.after == b.before for a, b in zip(reports, reports[1:], strict=False))
+    assert all(a.after == b.before for a, b in pairwise(reports))
     assert reports[-1].after == 2

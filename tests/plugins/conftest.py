@@ -10,11 +10,12 @@ import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
+from numpy.typing import NDArray
+
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, QkNorm
 from castline.plugins.cpu.library import library_path
 from castline.plugins.cpu.node_model import block_bytes, serialise_node_model
 from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
-from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 

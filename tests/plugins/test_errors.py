@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
 from castline.plugins.contract import KvDtypeCode, QkNorm
 from castline.plugins.cpu.node_model import serialise_node_model
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 INVALID = (ort_errors.InvalidArgument, ort_errors.Fail)
 

@@ -1,11 +1,14 @@
 """A row's result depends on its own query and keys alone: bit for bit, however the step is put together or cut up."""
 
+import itertools
+
 import numpy as np
 import pytest
-from castline.plugins.contract import AttentionAttributes, KvDtypeCode
-from castline.plugins.cpu.library import available_isas
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from castline.plugins.contract import AttentionAttributes, KvDtypeCode
+from castline.plugins.cpu.library import available_isas
 
 LENGTH = 530  # three key tiles
 
@@ -45,7 +48,7 @@ def test_chunking(tools, cuts) -> None:
     """C27: a prompt cut into chunks gives other bits, and in time other tokens, than the prompt in one piece."""
     attributes = tools.attributes(kv_dtype=int(KvDtypeCode.INT8), head_dim=32, rotary_dim=32)
     bounds = [0, *sorted(cuts), LENGTH]
-    chunks = [[(0, start, stop)] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    chunks = [[(0, start, stop)] for start, stop in itertools.pairwise(bounds)]
     whole = run(tools, attributes, [[(0, 0, LENGTH)]], None)
     assert_same(run(tools, attributes, chunks, None), whole)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
+
 from castline.engines.errors import EngineError
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, QkNorm
 from castline.plugins.cpu import library, node_model, selftest
@@ -39,7 +40,7 @@ def test_a_file_that_is_no_library_is_named(tmp_path) -> None:
     """C03: a truncated download or a text file in its place."""
     path = tmp_path / "libcastline_cpu.so"
     path.write_text("not a library")
-    with pytest.raises(EngineError, match="plugin castline_cpu: wanted version .*not the plugin"):
+    with pytest.raises(EngineError, match=r"plugin castline_cpu: wanted version .*not the plugin"):
         library._open_library(path)
 
 
@@ -48,8 +49,8 @@ def test_a_file_that_is_no_library_is_named(tmp_path) -> None:
     [
         ('extern "C" int unrelated() { return 1; }', "not the plugin"),
         (
-            'extern "C" { const char* castline_plugin_version() { return "999"; } const char* castline_available_isas() '
-            '{ return ""; } const char* castline_active_isa() { return ""; } }',
+            'extern "C" { const char* castline_plugin_version() { return "999"; }'
+            'const char* castline_available_isas() { return ""; } const char* castline_active_isa() { return ""; } }',
             "found version 999",
         ),
     ],

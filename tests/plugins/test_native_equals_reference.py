@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, QkNorm
 from castline.plugins.cpu.library import available_isas
 from castline.plugins.reference import ReferencePool, paged_attention
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 # Rounding of float32 sums; 16-bit queries in the AVX-512 int8 scores.
 TOLERANCE = 2e-5
@@ -75,7 +76,7 @@ def test_outputs_and_pool(tools, isa, attributes, lengths, seed, threads) -> Non
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("kv_dtype", KvDtypeCode)
 def test_extreme_values_round_alike(tools, isa, kv_dtype) -> None:
-    """Saturation at fp8's 448, its subnormals, ties, zeros and an all-zero head: every one rounds as the contract says."""
+    """Saturation at fp8's 448, its subnormals, ties, zeros and an all-zero head: all round as the contract says."""
     attributes = tools.attributes(kv_dtype=int(kv_dtype), rotary_dim=0, num_heads=2, head_dim=32)
     sequences = tools.Sequences(attributes, [16])
     special = [0.0, -0.0, 2**-9, 2**-10, 3 * 2**-11, 2**-6, 2**-6 - 2**-12, 447.9, 448.0, 463.9, 1e30, 1.0625, 1.1875]

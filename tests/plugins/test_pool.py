@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from castline.plugins.contract import KvDtypeCode
 from castline.plugins.cpu.library import available_isas
 
@@ -32,7 +33,7 @@ def test_only_the_steps_slots_change(tools, isa, kv_dtype, head_dim) -> None:
 
 
 def bytes_of_slots(tools, attributes, node, step):
-    """Bytes that belong to the step's slots: those that two very different values of K and V make differ, in any bit."""
+    """Bytes that belong to the step's slots: those that many different values of K and V make differ, in any bit."""
     kept = node.pool.copy()
     marks = np.zeros(node.pool.shape, bool)
     rng = np.random.default_rng(2)

@@ -9,12 +9,13 @@ from dataclasses import asdict, replace
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
+
 from castline.engines.errors import EngineError
-from castline.plugins.contract import AttentionAttributes, KvDtypeCode, StepTensors
+from castline.plugins.contract import AttentionAttributes, StepTensors
 from castline.plugins.cpu.node_model import block_bytes
 from castline.plugins.cpu.session import CpuSession, SessionOptions
 from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
-from onnx import TensorProto, helper, numpy_helper
 
 VOCAB, WIDTH, BLOCKS, MAX_POSITION = 40, 24, 6, 128
 

@@ -18,7 +18,7 @@ from castline.runtime.core import EngineCore
 from castline.runtime.events import Finish, SequenceEvent, TokenLogprobs
 from castline.runtime.plan import StepPlan
 from castline.runtime.request import Request
-from castline.runtime.sampler_api import SampleResult
+from castline.runtime.sampler_api import Sampler, SampleResult
 from castline.runtime.sampling_params import SamplingParams
 
 VOCAB_SIZE = 97
@@ -151,11 +151,11 @@ class FakeClock:
 class Engine:
     """An engine core over the scripted parts, and everything it has said."""
 
-    def __init__(self, limits: EffectiveLimits, **options: Any) -> None:
+    def __init__(self, limits: EffectiveLimits, sampler: Sampler | None = None, **options: Any) -> None:
         self.limits = limits
         self.model = ScriptedModel()
         self.executor = ScriptedExecutor(self.model, limits.num_blocks, limits.block_size)
-        self.sampler = ScriptedSampler()
+        self.sampler = ScriptedSampler() if sampler is None else sampler
         self.clock = FakeClock()
         self.core = EngineCore(self.executor, limits, (EOS,), self.sampler, clock=self.clock, **options)
         self.plans: list[StepPlan] = []
@@ -241,7 +241,7 @@ class EngineFactory:
     """Limits of a small engine; override by keyword."""
 
     def __call__(self, **overrides: Any) -> Engine:
-        options = {key: overrides.pop(key) for key in ("policy",) if key in overrides}
+        options = {key: overrides.pop(key) for key in ("policy", "sampler") if key in overrides}
         return Engine(limits(**overrides), **options)
 
 

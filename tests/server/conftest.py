@@ -24,7 +24,8 @@ from castline.engines.manifest import Host, Limits, Manifest, ModelFacts, Plugin
 from castline.runtime.client import EffectiveLimits, Health, Output, Phase, PromptInfo, Stats
 from castline.runtime.events import FinishReason, TokenLogprobs
 from castline.runtime.sampling_params import SamplingParams
-from castline.server.app import Server, ServerOptions
+from castline.server.app import Server
+from castline.server.options import ServerOptions
 from castline.server.proto import castline_pb2_grpc
 
 BOS, EOS, SPECIAL = 256, 257, 258

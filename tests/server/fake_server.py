@@ -13,7 +13,8 @@ from conftest import FakeEngine  # beside this file, which is run as a script
 
 from castline.engines.errors import EngineError
 from castline.runtime.client import EngineClient, Phase
-from castline.server.app import ServerOptions, serve
+from castline.server.app import serve
+from castline.server.options import ServerOptions
 
 
 async def main(options: dict[str, object]) -> None:

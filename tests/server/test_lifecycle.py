@@ -15,7 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from castline.engines.errors import EngineError
-from castline.server.app import Server, ServerOptions
+from castline.server.app import Server
+from castline.server.options import ServerOptions
 from castline.server.proto import castline_pb2 as pb
 from castline.server.proto import castline_pb2_grpc
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from castline.commands import run
 from castline.engines.capacity import KvCapacity
 from castline.runtime.loader import EnginePlan, LoadOptions
-from castline.server.app import Endpoints, ServerOptions
+from castline.server.options import Endpoints, ServerOptions
 
 ENDPOINTS = Endpoints("http://127.0.0.1:8123", "grpc://127.0.0.1:8124")
 
@@ -39,7 +39,7 @@ class Calls:
 def calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls(engine)
     monkeypatch.setattr(run, "plan_engine", calls.plan_engine)
-    monkeypatch.setattr(run, "serve", calls.serve)
+    monkeypatch.setattr("castline.server.app.serve", calls.serve)
     return calls
 
 

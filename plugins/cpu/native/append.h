@@ -4,6 +4,8 @@
 // so that the quantised K and V are equal and not merely close.
 #pragma once
 
+#include <stddef.h>
+
 #include "layout.h"
 #include "numeric.h"
 
@@ -49,35 +51,54 @@ void prepare_head(const Attributes& a, const float* x, const float* weight, int 
   rotate(a, cos, sin, out);
 }
 
-float int8_scale(const float* x, int count) {
-  float largest = 0;
-  for (int i = 0; i < count; ++i) {
-    const float magnitude = __builtin_fabsf(x[i]);
-    largest = magnitude > largest ? magnitude : largest;
+// Quantises one head: *out* is a contiguous buffer of the dtype's elements.
+template <KvDtype T>
+void quantise(const float* x, int dim, uint8_t* out, float scale) {
+  for (int d = 0; d < dim; ++d) {
+    if constexpr (T == kFp32) reinterpret_cast<float*>(out)[d] = x[d];
+    if constexpr (T == kBf16) reinterpret_cast<uint16_t*>(out)[d] = to_bf16(x[d]);
+    if constexpr (T == kInt8) out[d] = static_cast<uint8_t>(to_int8(x[d], scale));
+    if constexpr (T == kFp8) out[d] = to_fp8(x[d]);
   }
-  return largest / 127.0f;
+}
+
+// Copies element [i] of *from* to element [i * stride] of *to*, elements of type Word.
+template <class Word>
+void scatter(const uint8_t* from, int count, uint8_t* to, ptrdiff_t stride) {
+  for (int i = 0; i < count; ++i) memcpy(to + i * stride * sizeof(Word), from + i * sizeof(Word), sizeof(Word));
+}
+
+// Writes K and V of one token and head at *offset* of the block (layout.h).
+template <KvDtype T>
+void write_head(const Attributes& a, const HeadBlock& block, int offset, const float* k, const float* v) {
+  const int n = a.block_size, dim = a.head_dim;
+  const float k_scale = T == kInt8 ? largest_magnitude(k, dim) / 127.0f : 0.0f;
+  const float v_scale = T == kInt8 ? largest_magnitude(v, dim) / 127.0f : 0.0f;
+  alignas(64) uint8_t k_row[kMaxHeadDim * 4], v_row[kMaxHeadDim * 4];
+  quantise<T>(k, dim, k_row, k_scale);
+  quantise<T>(v, dim, v_row, v_scale);
+  if constexpr (T == kFp32) scatter<uint32_t>(k_row, dim, block.k + offset * 4, n);
+  if constexpr (T == kBf16) scatter<uint32_t>(k_row, dim / 2, block.k + offset * 4, n);
+  if constexpr (T == kInt8) scatter<uint32_t>(k_row, dim / 4, block.k + offset * 4, n);
+  if constexpr (T == kFp8) scatter<uint8_t>(k_row, dim, block.k + offset, n);
+  if constexpr (T == kBf16) {
+    scatter<uint16_t>(v_row, dim, block.v + (offset / 2 * dim * 2 + offset % 2) * 2, 2);
+  } else {
+    const int bytes = dim * element_bytes(T);
+    memcpy(block.v + offset * bytes, v_row, bytes);
+  }
+  if constexpr (T == kInt8) {
+    block.k_scale[offset] = k_scale;
+    block.v_scale[offset] = v_scale;
+  }
 }
 
 void write_head(const Attributes& a, const HeadBlock& block, int offset, const float* k, const float* v) {
-  const int n = a.block_size, dim = a.head_dim;
-  if (a.kv_dtype == kFp32) {
-    float* k_out = reinterpret_cast<float*>(block.k) + k_index(kFp32, n, offset, 0);
-    for (int d = 0; d < dim; ++d) k_out[d * n] = k[d];
-    memcpy(reinterpret_cast<float*>(block.v) + v_index(kFp32, dim, offset, 0), v, sizeof(float) * dim);
-  } else if (a.kv_dtype == kBf16) {
-    uint16_t* k_out = reinterpret_cast<uint16_t*>(block.k);
-    uint16_t* v_out = reinterpret_cast<uint16_t*>(block.v);
-    for (int d = 0; d < dim; ++d) k_out[k_index(kBf16, n, offset, d)] = to_bf16(k[d]);
-    for (int d = 0; d < dim; ++d) v_out[v_index(kBf16, dim, offset, d)] = to_bf16(v[d]);
-  } else if (a.kv_dtype == kFp8) {
-    for (int d = 0; d < dim; ++d) block.k[k_index(kFp8, n, offset, d)] = to_fp8(k[d]);
-    for (int d = 0; d < dim; ++d) block.v[v_index(kFp8, dim, offset, d)] = to_fp8(v[d]);
-  } else {
-    const float k_scale = int8_scale(k, dim), v_scale = int8_scale(v, dim);
-    block.k_scale[offset] = k_scale;
-    block.v_scale[offset] = v_scale;
-    for (int d = 0; d < dim; ++d) block.k[k_index(kInt8, n, offset, d)] = static_cast<uint8_t>(to_int8(k[d], k_scale));
-    for (int d = 0; d < dim; ++d) block.v[v_index(kInt8, dim, offset, d)] = static_cast<uint8_t>(to_int8(v[d], v_scale));
+  switch (a.kv_dtype) {
+    case kFp32: return write_head<kFp32>(a, block, offset, k, v);
+    case kBf16: return write_head<kBf16>(a, block, offset, k, v);
+    case kInt8: return write_head<kInt8>(a, block, offset, k, v);
+    case kFp8: return write_head<kFp8>(a, block, offset, k, v);
   }
 }
 

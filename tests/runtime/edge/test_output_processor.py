@@ -85,6 +85,12 @@ def test_prompt_only_requests_end_with_their_prompt(words: Tokenizer) -> None:
     assert outputs[0].prompt is not None
 
 
+def test_prompt_comes_even_without_a_token(words: Tokenizer) -> None:
+    """The first event of index 0 carries it once; dropping that event for being empty would lose it for good."""
+    step = processor_of(words).process([SequenceEvent("r", 0, cached_tokens=2)])
+    assert [output.prompt and output.prompt.cached_tokens for _, output in step.outputs] == [2]
+
+
 # Stop strings
 
 
@@ -210,6 +216,13 @@ def test_an_error_fails_the_request_once(words: Tokenizer, code: ErrorCode, kind
     assert step.aborts == [("r", None)]
     assert step.outputs == []
     assert len(processor) == 0
+
+
+def test_a_request_that_failed_whole_is_not_aborted(words: Tokenizer) -> None:
+    """Its only continuation has ended in the core already."""
+    finish = Finish(FinishReason.ERROR, error_code=ErrorCode.ENGINE_FAILED)
+    step = processor_of(words).process([SequenceEvent("r", 0, (), None, finish)])
+    assert (len(step.failures), step.aborts) == (1, [])
 
 
 def test_an_abort_from_outside_lets_out_what_was_held(words: Tokenizer) -> None:

@@ -108,6 +108,42 @@ def test_a_sweep_of_the_uniform_gives_each_token_its_share(
         assert abs(seen[token] - probability * points) <= 1.01
 
 
+@pytest.mark.parametrize("vocab", [5, 256, 257, 900])
+@pytest.mark.parametrize("temperature", [0.2, 1.0])
+def test_an_untruncated_sweep_over_several_blocks(vocab: int, temperature: float) -> None:
+    """The inversion finds the block first, then the token inside it."""
+    row = random_logits(vocab, 1, vocab, 0.5)[0]
+    row[3:5] = -np.inf
+    points = 4096
+    logits = np.broadcast_to(row, (points, vocab))
+    uniform = (np.arange(points) + 0.5) / points
+    tokens = draw(logits, logits.max(axis=1), choice_of(SamplingParams(temperature=temperature), uniform))
+    expected = reference_distribution(row.tolist(), SamplingParams(temperature=temperature))
+    seen = Counter(tokens.tolist())
+    assert set(seen) <= set(expected)
+    for token, probability in expected.items():
+        assert abs(seen[token] - probability * points) <= 1.01
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.999999)])
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_uniform_never_choose_the_impossible(params: SamplingParams, uniform: float) -> None:
+    """At 0 a leading, and at almost 1 through rounding a trailing token of probability 0 could be taken."""
+    logits = random_logits(2, 500, 700)
+    logits[:, :10] = logits[:, 250:300] = logits[:, 520:] = -np.inf
+    tokens = draw(logits, logits.max(axis=1), choice_of(params, np.full(500, uniform)))
+    assert np.isfinite(logits[np.arange(500), tokens]).all()
+
+
+def test_truncation_at_equality() -> None:
+    """The token that reaches top-p exactly is the last one; min-p keeps a token that is exactly that likely."""
+    row = np.zeros(4, np.float32)
+    for params, kept in [(SamplingParams(top_p=0.5), {0, 1}), (SamplingParams(min_p=1.0), {0, 1, 2, 3})]:
+        logits = np.broadcast_to(row, (64, 4))
+        tokens = draw(logits, logits.max(axis=1), choice_of(params, (np.arange(64) + 0.5) / 64))
+        assert set(tokens.tolist()) == kept == set(reference_distribution(row.tolist(), params))
+
+
 @pytest.mark.parametrize("scale", [0.01, 1.0, 3.0])
 @pytest.mark.parametrize("params", [SamplingParams(top_p=0.95), SamplingParams(min_p=0.02), SamplingParams(top_k=900)])
 def test_wide_truncation_sets_are_complete(params: SamplingParams, scale: float) -> None:
@@ -189,6 +225,14 @@ def test_the_text_is_the_same_alone_and_in_any_batch(order: list[int], alone: in
         at = keys.index(alone)
         assert together.token_ids[at] == single.token_ids[0]
         assert together.logprobs[at] == single.logprobs[0]
+
+
+def test_seeds_of_either_sign_differ() -> None:
+    """A seed is any int64."""
+    row = np.zeros((2, 1000), np.float32)
+    sampler = sampler_of(1000, SamplingParams(seed=-5), SamplingParams(seed=5))
+    texts = np.array([sampler.sample(row, [0, 1]).token_ids for _ in range(20)])
+    assert (texts[:, 0] != texts[:, 1]).sum() > 15
 
 
 def test_a_seedless_request_takes_entropy_once_per_sequence() -> None:

@@ -97,7 +97,7 @@ def test_values_outside_are_refused_by_name(field: str, value: Any) -> None:
         ({5: -100.5}, "5"),
         ({5: math.nan}, "5"),
         ({5: "x"}, "5"),
-        ({"9" * 40: 1}, "9" * 40),
+        ({"9" * 5000: 1}, "9" * 5000),
         ({"²": 1}, "²"),
     ],
 )

@@ -313,7 +313,7 @@ class ScriptedEngine:
         except Disconnected:
             return
         except SystemExit as error:
-            link.send(Failed(str(error)))
+            link.send_last(Failed(str(error)))
         finally:
             self._theirs.close()
 

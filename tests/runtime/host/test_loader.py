@@ -90,6 +90,19 @@ def test_the_tuners_threads_are_cut_to_the_hosts_cores(bundle: Path) -> None:
     assert 1 <= plan_engine(bundle).num_threads < 10_000
 
 
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("castline.runtime.loader", {"onnxruntime", "numpy"}),
+        ("castline.runtime.engine_process", {"tokenizers", "jinja2", "asyncio"}),
+    ],
+)
+def test_each_process_imports_only_its_half(module: str, absent: set[str]) -> None:
+    """Start-up time and resident memory: planning loads no inference library, the engine process no tokenizer."""
+    script = f"import sys, {module}; found = {absent!r} & set(sys.modules); assert not found, found"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_serving_imports_no_build_library(tiny_repository: Path) -> None:
     """The plain install has no torch, transformers or onnx: importing one of them breaks every user's start."""
     script = (
