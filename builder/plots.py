@@ -152,7 +152,9 @@ def _legend(axes: Axes) -> None:
 
 
 def _step(step: str) -> str:
-    return f"{step} rows" if step.isdigit() else step
+    if not step.isdigit():
+        return step
+    return f"{step} row{'' if step == '1' else 's'}"
 
 
 _STYLE: dict[Any, Any] = {
