@@ -27,7 +27,7 @@ COMMON = [
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12's own avx512fintrin.h trips them
-ISA_FLAGS = {"_avx2": AVX2, "_avx512": AVX512, "_avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vbmi"]}
+ISA_FLAGS = {"_avx2": AVX2, "_avx512": AVX512}
 
 
 def sources() -> list[str]:

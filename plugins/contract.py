@@ -144,4 +144,5 @@ class AttentionAttributes:
     query_tile: int = 0
     """Query tokens of one work item; 0 lets the kernel choose."""
     kv_split: int = 0
-    """Keys a split of a long decode takes (split-K); 0 lets the kernel choose."""
+    """Keys a split of a long decode takes (split-K), in whole key tiles of 256; 0 lets the kernel choose. A sequence
+    whose queries fill more than one query tile is never split."""

@@ -39,8 +39,7 @@ def run_self_test() -> None:
         if not error <= TOLERANCE:
             raise EngineError(
                 f"plugin {PLUGIN_NAME}: the self-test of {name} blocks with the {active_isa()} kernels is off by "
-                f"{error:.2g} (at most {TOLERANCE:g} is right); "
-                "set CASTLINE_ISA to narrower kernels, and report this CPU"
+                f"{error:.2g} (at most {TOLERANCE:g} is right); set CASTLINE_ISA to narrower kernels and report the CPU"
             )
 
 

@@ -41,7 +41,7 @@ def test_int8_is_within_half_a_step(x) -> None:
     """A scale over all heads instead of one for each, or a zero head divided by zero."""
     step = np.abs(x).max(axis=1, keepdims=True) / 127
     error = np.abs(round_trip(x, KvDtypeCode.INT8) - x)
-    assert (error <= step * 0.5001).all()
+    assert (error <= step * 0.5001 + 1e-40).all()  # a scale below float32's normal range has few bits
     np.testing.assert_array_equal(round_trip(np.zeros_like(x), KvDtypeCode.INT8), 0)
 
 

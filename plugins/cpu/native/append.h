@@ -1,7 +1,7 @@
 // Append: QK-norm, RoPE, quantise and write K and V of one token. Included by kernel.h only.
 //
-// The arithmetic is that of castline.plugins.reference to the last bit (no fused multiply-add, the norm's sum in double),
-// so that the quantised K and V are equal and not merely close.
+// The arithmetic is that of castline.plugins.reference to the last bit (no fused multiply-add, the norm's sum in
+// double), so that the quantised K and V are equal and not merely close.
 #pragma once
 
 #include <stddef.h>

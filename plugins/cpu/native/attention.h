@@ -13,9 +13,9 @@ namespace castline {
 enum KvDtype : int { kFp32 = 0, kBf16 = 1, kInt8 = 2, kFp8 = 3 };
 enum QkNorm : int { kNoNorm = 0, kNormPerHead = 1, kNormFull = 2 };
 
-// Keys are taken in tiles that begin at multiples of this position. A tile's softmax is computed on its own and tiles are
-// merged in order of position, whoever computes them: so a row's bits depend on its own query and keys only, never on
-// chunking, on the batch, on the number of threads or on split-K. Every block size divides it.
+// Keys are taken in tiles that begin at multiples of this position. A tile's softmax is computed on its own and tiles
+// are merged in order of position, whoever computes them: so a row's bits depend on its own query and keys only, never
+// on chunking, on the batch, on the number of threads or on split-K. Every block size divides it.
 constexpr int kKeyTile = 256;
 constexpr int kMaxHeadDim = 256;
 
@@ -44,8 +44,8 @@ struct Step {
   float* output;  // [T, num_heads * head_dim]: holds the rotated queries between append and attend
 };
 
-// The queries first_query .. last_query (within the sequence) of one sequence, for the heads of one kv head, over the key
-// tiles first_tile .. last_tile.
+// The queries first_query .. last_query (within the sequence) of one sequence, for the heads of one kv head, over the
+// key tiles first_tile .. last_tile.
 struct WorkItem {
   int32_t sequence, kv_head;
   int32_t first_query, last_query;
@@ -67,8 +67,8 @@ struct Kernels {
   void (*merge)(const Attributes&, const Step&, const WorkItem&, float* scratch, const float* partial);
 };
 
-// Floats of scratch that an item of *rows* rows needs: scores, one decoded block, queries, running and tile accumulators,
-// the keys' scales, and a few numbers a row.
+// Floats of scratch that an item of *rows* rows needs: scores, one decoded block, queries, running and tile
+// accumulators, the keys' scales, and a few numbers a row.
 static inline size_t scratch_floats(const Attributes& a, int rows) {
   return static_cast<size_t>(rows) * (3 * a.head_dim + kKeyTile + 6) + static_cast<size_t>(a.block_size) * a.head_dim +
          2 * kKeyTile;

@@ -16,7 +16,7 @@ std::string join(const Parts&... parts) {
 
 std::string shape_text(const Tensor& t) {
   std::string text = "[";
-  for (size_t i = 0; i < t.rank; ++i) text += (i ? ", " : "") + std::to_string(t.dims[i]);
+  for (size_t i = 0; i < t.rank && i < kMaxRank; ++i) text += (i ? ", " : "") + std::to_string(t.dims[i]);
   return text + "]";
 }
 
@@ -91,7 +91,9 @@ std::string check_shapes(const Attributes& a, const Tensor (&inputs)[kInputs]) {
   const int64_t sequences = inputs[kKvLens].dims[0];
   check(kCuQueryLens, {sequences + 1});
   check(kBlockTable, {sequences, -1});
-  if (error.empty() && tokens > INT32_MAX / a.num_heads / a.head_dim) error = join("qkv has ", tokens, " rows: too many");
+  if (error.empty() && tokens > INT32_MAX / a.num_heads / a.head_dim) {
+    error = join("qkv has ", tokens, " rows: too many");
+  }
   return error;
 }
 

@@ -1,5 +1,5 @@
-// Checks of one call: shapes and the values that become addresses. A step that passes cannot make a kernel read or write
-// outside its tensors.
+// Checks of one call: shapes and the values that become addresses. A step that passes cannot make a kernel read or
+// write outside its tensors.
 #pragma once
 
 #include <string>

@@ -8,7 +8,8 @@
 namespace castline {
 
 // The widest kernels of the host that take *head_dim*; the environment variable CASTLINE_ISA names another choice
-// (portable, avx2 or avx512). Returns nullptr and says why in *error* where that choice is unknown or the host lacks it.
+// (portable, avx2 or avx512). Returns nullptr and says why in *error* where that choice is unknown or the host lacks
+// it.
 const Kernels* select_kernels(int head_dim, std::string* error);
 
 // Names of the instruction sets this host can run, widest first, separated by commas.

@@ -39,8 +39,8 @@ static inline uint16_t to_bf16(float x) {
   return is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// e4m3fn: nearest, ties to even, saturating at 448; a NaN becomes the format's NaN. Every case is computed and one chosen,
-// so that a loop of it vectorises.
+// e4m3fn: nearest, ties to even, saturating at 448; a NaN becomes the format's NaN. Every case is computed and one
+// chosen, so that a loop of it vectorises.
 static inline uint8_t to_fp8(float x) {
   const uint32_t bits = float_bits(x);
   const uint32_t magnitude = bits & 0x7fffffffu;

@@ -10,6 +10,7 @@
 
 #include "checks.h"
 #include "isa.h"
+#include "node_reader.h"
 #include "partition.h"
 
 namespace castline {
@@ -57,121 +58,16 @@ OrtStatus* invalid(const Kernel& k, const std::string& problem) {
   return ort::create_status(k.api, ort::kInvalidArgument, message.c_str());
 }
 
-// --- attributes -----------------------------------------------------------------------------------------------------
-
-// Reads attributes one by one; the first that a required one lacks is kept as the status.
-class AttributeReader {
- public:
-  AttributeReader(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
-
-  int integer(const char* name) {
-    int64_t value = 0;
-    require(ort::attribute(api_, info_, name, &value));
-    return clamp(value);
-  }
-  int integer(const char* name, int64_t otherwise) {
-    int64_t value = otherwise;
-    return absent(ort::attribute(api_, info_, name, &value)) ? clamp(otherwise) : clamp(value);
-  }
-  float number(const char* name) {
-    float value = 0;
-    require(ort::attribute(api_, info_, name, &value));
-    return value;
-  }
-  float number(const char* name, float otherwise) {
-    float value = otherwise;
-    return absent(ort::attribute(api_, info_, name, &value)) ? otherwise : value;
-  }
-  OrtStatus* status() const { return status_; }
-
- private:
-  static int clamp(int64_t value) { return static_cast<int>(value > INT_MAX ? INT_MAX : value < -1 ? -1 : value); }
-  void require(OrtStatus* status) {
-    if (status != nullptr && status_ != nullptr) ort::release_status(api_, status);
-    if (status_ == nullptr) status_ = status;
-  }
-  bool absent(OrtStatus* status) {
-    if (status != nullptr) ort::release_status(api_, status);
-    return status != nullptr;
-  }
-
-  const OrtApi* api_;
-  const OrtKernelInfo* info_;
-  OrtStatus* status_ = nullptr;
-};
-
-Attributes read_attributes(AttributeReader& read) {
-  Attributes a = {};
-  a.layer = read.integer("layer");
-  a.num_heads = read.integer("num_heads");
-  a.num_kv_heads = read.integer("num_kv_heads");
-  a.head_dim = read.integer("head_dim");
-  a.scale = read.number("scale");
-  a.block_size = read.integer("block_size");
-  a.kv_dtype = static_cast<KvDtype>(read.integer("kv_dtype"));
-  a.window = read.integer("window", 0);
-  a.softcap = read.number("softcap", 0.0f);
-  a.rotary_dim = read.integer("rotary_dim", 0);
-  a.rope_interleaved = read.integer("rope_interleaved", 0);
-  a.qk_norm = static_cast<QkNorm>(read.integer("qk_norm", 0));
-  a.norm_eps = read.number("norm_eps", 1e-6f);
-  a.query_tile = read.integer("query_tile", 0);
-  a.kv_split = read.integer("kv_split", 0);
-  return a;
-}
-
 OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** out) {
   const OrtApi* api = static_cast<const Op*>(op)->api;
-  AttributeReader reader(api, info);
-  auto kernel = std::make_unique<Kernel>(Kernel{api, read_attributes(reader), nullptr});
-  if (reader.status() != nullptr) return reader.status();
+  auto kernel = std::make_unique<Kernel>(Kernel{api, {}, nullptr});
+  if (OrtStatus* status = read_attributes(api, info, &kernel->attributes)) return status;
   std::string problem = check_attributes(kernel->attributes);
   if (problem.empty()) kernel->kernels = select_kernels(kernel->attributes.head_dim, &problem);
   if (!problem.empty()) return invalid(*kernel, problem);
   *out = kernel.release();
   return nullptr;
 }
-
-// --- inputs ---------------------------------------------------------------------------------------------------------
-
-OrtStatus* read_tensor(const Kernel& k, const OrtKernelContext* context, int index, Tensor* out) {
-  const OrtValue* value = nullptr;
-  if (OrtStatus* status = ort::input(k.api, context, index, &value)) return status;
-  if (value == nullptr) return nullptr;
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  if (OrtStatus* status = ort::type_and_shape(k.api, value, &info)) return status;
-  OrtStatus* status = ort::dimension_count(k.api, info, &out->rank);
-  const bool too_deep = out->rank > kMaxRank;
-  if (status == nullptr && !too_deep) status = ort::dimensions(k.api, info, out->dims, out->rank);
-  ort::release_shape(k.api, info);
-  if (status != nullptr) return status;
-  if (too_deep) return invalid(k, std::string(kInputNames[index]) + " has rank " + std::to_string(out->rank));
-  out->present = true;
-  return ort::mutable_data(k.api, const_cast<OrtValue*>(value), &out->data);
-}
-
-Step make_step(const Tensor (&in)[kInputs]) {
-  const auto floats = [&](Input i) { return static_cast<const float*>(in[i].data); };
-  const auto ints = [&](Input i) { return static_cast<const int32_t*>(in[i].data); };
-  Step s = {};
-  s.num_tokens = in[kQkv].dims[0];
-  s.num_sequences = in[kKvLens].dims[0];
-  s.table_width = in[kBlockTable].dims[1];
-  s.num_blocks = in[kKvPool].dims[0];
-  s.qkv = floats(kQkv);
-  s.cos = floats(kCos);
-  s.sin = floats(kSin);
-  s.q_norm_weight = floats(kQNormWeight);
-  s.k_norm_weight = floats(kKNormWeight);
-  s.pool = static_cast<uint8_t*>(in[kKvPool].data);
-  s.slot_mapping = ints(kSlotMapping);
-  s.cu_query_lens = ints(kCuQueryLens);
-  s.kv_lens = ints(kKvLens);
-  s.block_table = ints(kBlockTable);
-  return s;
-}
-
-// --- compute --------------------------------------------------------------------------------------------------------
 
 // Below this many multiply-adds, handing work to another thread costs more than it saves.
 constexpr double kInlineCost = 65536;
@@ -237,9 +133,7 @@ OrtStatus* attend_all(const Kernel& k, const OrtKernelContext* context, const St
 OrtStatus* compute_step(const Kernel& k, OrtKernelContext* context) {
   const Attributes& a = k.attributes;
   Tensor inputs[kInputs];
-  for (int i = 0; i < kInputs; ++i) {
-    if (OrtStatus* status = read_tensor(k, context, i, &inputs[i])) return status;
-  }
+  if (OrtStatus* status = read_inputs(k.api, context, inputs)) return status;
   std::string problem = check_shapes(a, inputs);
   if (!problem.empty()) return invalid(k, problem);
   Step s = make_step(inputs);

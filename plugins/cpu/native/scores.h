@@ -1,7 +1,7 @@
 // Scores: q.k of the query rows of an item with the keys of one block, lanes = keys. Included by kernel.h only.
 //
-// Every row's dot product adds up in the order of dimensions, whatever the number of rows or key vectors in the register
-// tile, so the bits of a score do not depend on them.
+// Every row's dot product adds up in the order of dimensions, whatever the number of rows or key vectors in the
+// register tile, so the bits of a score do not depend on them.
 #pragma once
 
 #include <stddef.h>

@@ -2,8 +2,8 @@
 // Included by kernel.h only.
 //
 // A query row is scaled to integers of 16 bits, q = scale * (256 * high + low) with high and low signed bytes. VNNI
-// multiplies unsigned by signed bytes, so the keys are biased by 128 and 128 * sum(q) is taken off at the start. The int32
-// sums may wrap on the way; the result, below 2^31, is exact.
+// multiplies unsigned by signed bytes, so the keys are biased by 128 and 128 * sum(q) is taken off at the start. The
+// int32 sums may wrap on the way; the result, below 2^31, is exact.
 #pragma once
 
 #include <immintrin.h>
@@ -54,7 +54,8 @@ void pack_query(const IntegerQueries& queries, int row, const float* q) {
 CASTLINE_INLINE void add_dot(Int& sum, Int u, Int s) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(s)); }
 
 template <int Rows, int Vectors>
-void score_tile(const int32_t* q, const IntegerRow* row, int dim, const uint8_t* keys, ptrdiff_t stride, float* scores) {
+void score_tile(const int32_t* q, const IntegerRow* row, int dim, const uint8_t* keys, ptrdiff_t stride,
+                float* scores) {
   const Int bias = _mm512_set1_epi8(static_cast<char>(0x80));
   Int high[Rows][Vectors], low[Rows][Vectors];
   for (int r = 0; r < Rows; ++r) {

@@ -4,7 +4,7 @@
 //   Vec, Int                      kLanes floats; kLanes 32-bit integers
 //   kRowTile                      rows of a register tile: kRowTile * 2 accumulators of Vec fit the registers
 //   load, store, broadcast        unaligned
-//   add, mul, fma, max            fma(a, b, c) = a * b + c, fused where the instruction set has it
+//   add, mul, div, fma, max       fma(a, b, c) = a * b + c, fused where the instruction set has it
 //   reduce_add, reduce_max
 //   keep_range(x, lo, hi, other)  lane i of x where lo <= i < hi, else of other
 //   keep_above(x, y, bound, other)  lane of x where y > bound, else of other
@@ -28,8 +28,8 @@
 namespace castline::CASTLINE_ISA {
 namespace {
 
-// exp(x) for x <= 0, and exactly 0 below -87, so that a masked score (-infinity) weighs nothing. exp(x) = 2^n exp(r) with
-// |r| <= ln(2) / 2; the polynomial's relative error is below 2e-7 (degree 6, Taylor).
+// exp(x) for x <= 0, and exactly 0 below -87, so that a masked score (-infinity) weighs nothing. exp(x) = 2^n exp(r)
+// with |r| <= ln(2) / 2; the polynomial's relative error is below 2e-7 (degree 6, Taylor).
 CASTLINE_INLINE Vec exp_nonpositive(Vec x) {
   const Vec bounded = max(x, broadcast(-87.0f));
   const Vec n = round(mul(bounded, broadcast(1.44269504f)));

@@ -1,4 +1,5 @@
-// Vec in the compiler's own vector types: four lanes, which every baseline with SIMD has as one register. Included by simd.h only.
+// Vec in the compiler's own vector types: four lanes, which every baseline with SIMD has as one register. Included by
+// simd.h only.
 #pragma once
 
 namespace castline::CASTLINE_ISA {

@@ -39,7 +39,8 @@ struct Accumulator {
     }
   }
 
-  // Keys first .. last of one block; *values* is where the block's first key is, weight[r * kKeyTile + i] key i's weight.
+  // Keys first .. last of one block; *values* is where the block's first key is, weight[r * kKeyTile + i] key i's
+  // weight.
   CASTLINE_INLINE void add_block(const uint8_t* values, ptrdiff_t head_dim, int first, int last, const float* weight) {
     Vec even[Vectors];
     if constexpr (T == kBf16) {
@@ -78,8 +79,8 @@ void value_tile(const TileBlocks& tile, int head_dim, int dim, const float* weig
   }
 }
 
-// Adds the last vector of a head_dim that is no multiple of kLanes. It begins at head_dim - kLanes, so that no load passes
-// the end of a row; the sums it has in common with the vector before are put back.
+// Adds the last vector of a head_dim that is no multiple of kLanes. It begins at head_dim - kLanes, so that no load
+// passes the end of a row; the sums it has in common with the vector before are put back.
 template <KvDtype T, int Rows>
 void value_tail(const TileBlocks& tile, int head_dim, const float* weights, float* out) {
   const int dim = head_dim - kLanes, common = kLanes - head_dim % kLanes;
@@ -119,7 +120,8 @@ void add_values(const TileBlocks& tile, int rows, int head_dim, const float* wei
 
 // As add_values, each block decoded once into *floats* [block_size][head_dim]: for items whose rows use it repeatedly.
 template <KvDtype T>
-void add_decoded_values(const TileBlocks& tile, int rows, int head_dim, const float* weights, float* floats, float* out) {
+void add_decoded_values(const TileBlocks& tile, int rows, int head_dim, const float* weights, float* floats,
+                        float* out) {
   const int n = tile.block_size;
   for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
     const uint8_t* v = tile.block[b].v;
