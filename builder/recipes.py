@@ -60,17 +60,18 @@ def _nbits(bits: int, block: int, accuracy_level: int, *, symmetric: bool = True
     return MatmulKernel(f"nbits{bits}-b{block}-a{accuracy_level}{suffix}", bits, block, accuracy_level, symmetric)
 
 
-# Activations are quantised in the weights' blocks, so that a longer block costs accuracy twice. Top-1 agreement of
-# SmolLM2-135M over 1,212 tokens with int8 KV: blocks of 32 96.0 %, of 64 93.9 %, of 128 92.7 %; of 64 in the head alone
-# 95.5 %. Accuracy level 0 (fp32 activations) is 50 to 100 times slower.
-_INT8 = (_nbits(8, 32, 4),)
-_INT8_HEAD = (_nbits(8, 32, 4), _nbits(8, 64, 4))
+# Activations are quantised in the weights' blocks, so that a longer block costs accuracy twice. SmolLM2-135M over 1,212
+# tokens with int8 KV, mean KL and top-1 agreement: blocks of 32 0.0045, 95.3 %; of 64 with a head of 32 0.0063, 94.4 %;
+# of 64 with a head of 64 0.0071, 93.98 %, under the gate; of 128 0.0113, 92.7 %. Accuracy level 0 (activations in fp32)
+# is more accurate, and 4 to 50 times slower up to 32 tokens a step.
+_INT8 = (_nbits(8, 64, 4), _nbits(8, 32, 4))
+_INT8_HEAD = (_nbits(8, 32, 4),)
 _INT4 = (_nbits(4, 32, 4, symmetric=False), _nbits(4, 64, 4, symmetric=False))
 
 RECIPES = {
     "fp32": Recipe("fp32", "weights as they are", (FP32,), (FP32,), Tolerance(0.001, 0.99)),
     "int8": Recipe("int8", "8-bit weights in blocks along K", _INT8, _INT8_HEAD, Tolerance(0.02, 0.94)),
-    "int4": Recipe("int4", "4-bit weights in the layers, 8-bit head", _INT4, _INT8_HEAD, Tolerance(1.0, 0.5)),
+    "int4": Recipe("int4", "4-bit weights in the layers, 8-bit head", _INT4, _INT8_HEAD, Tolerance(0.5, 0.6)),
 }
 DEFAULT_RECIPE = "int8"
 
