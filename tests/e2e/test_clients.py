@@ -97,17 +97,21 @@ def test_seeded_sampling_is_independent_of_the_batch(client: openai.OpenAI) -> N
 
 def test_sigterm_drains(int8_engine: Path, serve: Serve) -> None:
     """C50: the stream that runs ends whole, a new request is refused, the process exits with 0."""
-    with serve(int8_engine) as running:
+    with serve(int8_engine, "--drain-timeout", "200") as running:
         client = openai.OpenAI(base_url=f"{running.http_url}/v1", api_key="none", max_retries=0)
         chunks = client.completions.create(
-            model=MODEL, prompt="Once", max_tokens=200, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, prompt="Once", max_tokens=300, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
         stream = iter(chunks)
         next(stream)
         os.kill(running.process.pid, signal.SIGTERM)
+        while httpx.get(f"{running.http_url}/health/ready").status_code == 200:
+            pass  # until the signal has been handled
+        refused = httpx.post(f"{running.http_url}/v1/completions", json={"model": MODEL, "prompt": "Twice"})
+        assert refused.status_code == 503, refused.text
         finish = None
         for chunk in stream:
             if chunk.choices:
                 finish = chunk.choices[0].finish_reason or finish
         assert finish == "length"
-        assert running.wait() == 0
+        assert running.wait(200) == 0

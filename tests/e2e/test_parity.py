@@ -15,10 +15,15 @@ NUM_PROMPTS = 32
 NUM_TOKENS = 64
 SUBJECTS = ["a lighthouse", "the tax office", "prime numbers", "a cat", "the sea", "a compiler", "rain", "bread"]
 TASKS = ["Write a sentence about {}.", "List three facts about {}:", "Q: What is {}?\nA:", "def f():  # about {}\n"]
+FILLER = (
+    " The answer should be short and plain, in words that a child of ten would know, with one example from daily life"
+    " and no numbers above twelve. It should end with a full stop. Begin the answer here, on this very line:"
+)
+"""Makes every prompt longer than a KV block, and no two share their first block."""
 
 
 def prompts() -> list[str]:
-    texts = [task.format(subject) for task in TASKS for subject in SUBJECTS]
+    texts = [task.format(subject) + FILLER for task in TASKS for subject in SUBJECTS]
     assert len(texts) == NUM_PROMPTS
     return texts
 
@@ -70,27 +75,24 @@ def test_batched_equals_alone(fp32_engine: Path, alone: list[tuple[int, ...]]) -
 
 
 def test_chunked_equals_alone(fp32_engine: Path, alone: list[tuple[int, ...]]) -> None:
-    """A budget of 5 tokens cuts every prompt into chunks that ride with decodes."""
-    with LLM(fp32_engine, max_num_batched_tokens=5, max_num_seqs=4) as llm:
-        assert greedy(llm, prompts()[:8]) == alone[:8]
+    """A budget of 9 tokens cuts every prompt into chunks that ride with decodes."""
+    with LLM(fp32_engine, max_num_batched_tokens=9, max_num_seqs=6) as llm:
+        assert greedy(llm, prompts()) == alone
 
 
 def test_prefix_hit_equals_alone(fp32_engine: Path, alone: list[tuple[int, ...]]) -> None:
-    """A prompt and continuation read from the prefix cache give the text that computing them gave."""
+    """Prompts read from the prefix cache give the text that computing them gave."""
     with LLM(fp32_engine) as llm:
-        first = greedy(llm, prompts())
-        hits_before = llm.stats().prefix_cache_hits
-        long_prompts = [
-            [*llm.tokenizer.encode(text), *token_ids[:40]] for text, token_ids in zip(prompts(), first, strict=True)
-        ]
-        rest = SamplingParams(temperature=0, max_tokens=NUM_TOKENS - 40, ignore_eos=True)
-        continued = [tuple(result.outputs[0].token_ids) for result in llm.generate(long_prompts, rest)]
-        assert llm.stats().prefix_cache_hits > hits_before
-    assert continued == [token_ids[40:] for token_ids in alone]
+        block_size = llm.limits.block_size
+        cached = sum((len(llm.tokenizer.encode(text)) - 1) // block_size * block_size for text in prompts())
+        assert greedy(llm, prompts()) == alone
+        before = llm.stats().prefix_cache_hits
+        assert greedy(llm, prompts()) == alone
+        assert llm.stats().prefix_cache_hits - before == cached >= NUM_PROMPTS * block_size
 
 
 def test_preempted_equals_alone(fp32_engine: Path, alone: list[tuple[int, ...]]) -> None:
-    """A pool too small for all of them preempts, and no token changes."""
+    """A pool too small for those that run preempts, and no token changes."""
     with LLM(fp32_engine, kv_blocks=12, max_num_seqs=8, max_model_len=256) as llm:
-        assert greedy(llm, prompts()[:16]) == alone[:16]
+        assert greedy(llm, prompts()) == alone
         assert llm.stats().preemptions > 0
