@@ -1,0 +1,29 @@
+"""Resident memory of a server beside its KV pool."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+LIMIT_MIB = 400
+
+
+def test_resident_memory_without_the_pool(
+    int8_engine: Path, serve: Callable[..., contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Weights held twice, or a build library loaded to serve, shows here. Pages the two processes share count once."""
+    with serve(int8_engine) as server:
+        body = {"model": "smollm2", "prompt": "one two three " * 100, "max_tokens": 8}
+        assert httpx.post(f"{server.http_url}/v1/completions", json=body, timeout=60).status_code == 200
+        found = re.search(r"KV cache: .* \((\d+) MiB\)", "\n".join(server.log))
+        assert found
+        parent = psutil.Process(server.process.pid)
+        resident = sum(process.memory_full_info().pss for process in (parent, *parent.children(recursive=True)))
+    assert resident / 2**20 - int(found.group(1)) < LIMIT_MIB
