@@ -5,7 +5,7 @@ a wrong block, slot, copy, prefix hit or recomputation gives a wrong token, and 
 tokens of `ScriptedModel.continuation`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,13 +151,19 @@ class FakeClock:
 class Engine:
     """An engine core over the scripted parts, and everything it has said."""
 
-    def __init__(self, limits: EffectiveLimits, sampler: Sampler | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        limits: EffectiveLimits,
+        sampler: Sampler | None = None,
+        eos_token_ids: Collection[int] = (EOS,),
+        **options: Any,
+    ) -> None:
         self.limits = limits
         self.model = ScriptedModel()
         self.executor = ScriptedExecutor(self.model, limits.num_blocks, limits.block_size)
         self.sampler = ScriptedSampler() if sampler is None else sampler
         self.clock = FakeClock()
-        self.core = EngineCore(self.executor, limits, (EOS,), self.sampler, clock=self.clock, **options)
+        self.core = EngineCore(self.executor, limits, eos_token_ids, self.sampler, clock=self.clock, **options)
         self.plans: list[StepPlan] = []
         self.events: list[SequenceEvent] = []
         self.requests: dict[str, Request] = {}
@@ -241,7 +247,7 @@ class EngineFactory:
     """Limits of a small engine; override by keyword."""
 
     def __call__(self, **overrides: Any) -> Engine:
-        options = {key: overrides.pop(key) for key in ("policy", "sampler") if key in overrides}
+        options = {key: overrides.pop(key) for key in ("policy", "sampler", "eos_token_ids") if key in overrides}
         return Engine(limits(**overrides), **options)
 
 

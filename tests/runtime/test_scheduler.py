@@ -165,6 +165,19 @@ def test_endings(make_engine, params, count, reason, stop_token):
     assert (finish.reason, finish.stop_token_id) == (reason, stop_token)
 
 
+@pytest.mark.parametrize("ending", [70, 71, 72])
+def test_any_of_several_eos_ids_ends(make_engine, ending):
+    """C25: a model with three EOS ids must not run on past two of them; ignore_eos disables all three."""
+    engine = make_engine(eos_token_ids=(70, 71, 72))
+    engine.model.scripted = {10 + 2: ending}
+    engine.add("ends", range(10), max_tokens=9)
+    engine.add("ignores", range(10), max_tokens=9, ignore_eos=True)
+    engine.run()
+    finish = engine.finish("ends")
+    assert (len(engine.tokens("ends")), finish.reason, finish.stop_token_id) == (3, FinishReason.STOP, ending)
+    assert (len(engine.tokens("ignores")), engine.finish("ignores").reason) == (9, FinishReason.LENGTH)
+
+
 def test_several_tokens_a_step(make_engine):
     """Accepted draft tokens: what follows an ending token is dropped, and only what was accepted counts as computed."""
     engine = make_engine()
