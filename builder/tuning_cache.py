@@ -1,8 +1,9 @@
 """Timings remembered between builds, found by the content of what was timed.
 
 An entry's name is the sha256 of everything that could change its timing: the operator, its shape, the candidate, the
-host, ONNX Runtime's version and the plugin's hash. Nothing is ever invalidated; other circumstances have other names.
-Entries are written whole or not at all, so that builds may share a cache; one that does not read back is timed again.
+host, ONNX Runtime's version, the plugin's hash and the instruction set it was told to use. Nothing is ever invalidated;
+other circumstances have other names. Entries are written whole or not at all, so that builds may share a cache; one
+that does not read back is timed again.
 """
 
 import hashlib
@@ -29,6 +30,8 @@ class TuningEnvironment:
     host: Host
     onnxruntime: str
     plugin_sha256: str
+    plugin_isa: str
+    """Whose kernels ran: the host's widest, or CASTLINE_ISA."""
 
 
 class _Entry(msgspec.Struct):

@@ -33,7 +33,7 @@ ATTENTION = AttentionAttributes(
 KERNELS = tuple(MatmulKernel(f"k{block}", 8, block, 4) for block in (32, 64, 128))
 THREE_KERNELS = Recipe("three", "three kernels everywhere", KERNELS, KERNELS, Tolerance(0.02, 0.94))
 HOST = Host("cpu", "x86_64", "a cpu", ("avx2",), 4)
-ENVIRONMENT = TuningEnvironment(HOST, "1.32.0", "0" * 64)
+ENVIRONMENT = TuningEnvironment(HOST, "1.32.0", "0" * 64, "avx2")
 
 
 def request(**changes: object) -> TuningRequest:
@@ -181,13 +181,14 @@ def test_cache_returns_what_was_put(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        TuningEnvironment(Host("cpu", "x86_64", "another cpu", ("avx2",), 4), "1.32.0", "0" * 64),
-        TuningEnvironment(Host("cpu", "x86_64", "a cpu", ("avx2", "avx512f"), 4), "1.32.0", "0" * 64),
-        TuningEnvironment(Host("cpu", "x86_64", "a cpu", ("avx2",), 8), "1.32.0", "0" * 64),
-        TuningEnvironment(HOST, "1.33.0", "0" * 64),
-        TuningEnvironment(HOST, "1.32.0", "1" * 64),
+        TuningEnvironment(Host("cpu", "x86_64", "another cpu", ("avx2",), 4), "1.32.0", "0" * 64, "avx2"),
+        TuningEnvironment(Host("cpu", "x86_64", "a cpu", ("avx2", "avx512f"), 4), "1.32.0", "0" * 64, "avx2"),
+        TuningEnvironment(Host("cpu", "x86_64", "a cpu", ("avx2",), 8), "1.32.0", "0" * 64, "avx2"),
+        TuningEnvironment(HOST, "1.33.0", "0" * 64, "avx2"),
+        TuningEnvironment(HOST, "1.32.0", "1" * 64, "avx2"),
+        TuningEnvironment(HOST, "1.32.0", "0" * 64, "portable"),
     ],
-    ids=["cpu", "isa", "cores", "onnxruntime", "plugin"],
+    ids=["cpu", "isa", "cores", "onnxruntime", "plugin", "kernels"],
 )
 def test_cache_knows_its_environment(tmp_path: Path, other: TuningEnvironment) -> None:
     """A home directory shared by two hosts must not give one the other's timings."""
