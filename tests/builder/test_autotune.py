@@ -94,6 +94,13 @@ def test_noise_does_not_dethrone_the_default() -> None:
     assert cheapest({"default": {"1": 100.0}, "other": {"1": 90.0}}, {"1": 1.0}) == "other"
 
 
+@pytest.mark.parametrize(("one_core_us", "chosen"), [(96.0, 4), (80.0, 1)])
+def test_a_busy_host_does_not_cost_the_engine_its_cores(one_core_us: float, chosen: int) -> None:
+    """While another process held a core, one thread timed 4 % faster than two; the engine was left with one."""
+    bench = ScriptedBench(lambda case: one_core_us if case.threads == 1 else 100.0)
+    assert autotune(request(), bench, lambda: None).num_threads == chosen
+
+
 def test_defaults_are_the_first_kernels_and_all_cores() -> None:
     """--no-tune promises documented choices, with head and layers each from its own list."""
     choices = default_choices(request(recipe=RECIPES["int4"]))
