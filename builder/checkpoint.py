@@ -69,12 +69,13 @@ def load_checkpoint(model: str) -> Checkpoint:
 
 def _local_path(model: str) -> Path:
     """*model* as a path, which may not exist. Raises BuildError for what can be none."""
-    path = Path(model).expanduser()
+    path = Path(model)
     try:
+        path = path.expanduser()
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return path
-    except (OSError, ValueError) as error:  # too long, a NUL in it, a folder that may not be entered
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, a closed folder, an unknown ~user
         raise BuildError(f"load: {model[:80]!r} cannot be read: {getattr(error, 'strerror', error)}") from None
     if not model:
         raise BuildError(f"load: MODEL is empty; name a model directory, a GGUF file, a hub id or `{DEMO}`")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from castline.engines.errors import BuildError
 from castline.engines.manifest import Host
 
 CACHE_SCHEMA = 1
@@ -40,9 +41,14 @@ class _Entry(msgspec.Struct):
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/castline``, or ``~/.cache/castline``."""
+    """``$XDG_CACHE_HOME/castline``, or ``~/.cache/castline``. Raises BuildError for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "castline"
+    if base:
+        return Path(base) / "castline"
+    try:
+        return Path.home() / ".cache" / "castline"
+    except RuntimeError:  # a container's user whom nobody knows
+        raise BuildError("autotune: this user has no home directory: name a --cache-dir for the timings") from None
 
 
 class TuningCache:

@@ -24,6 +24,7 @@ from castline.builder.cores import physical_cores
 from castline.builder.recipes import RECIPES, MatmulKernel, Recipe, Tolerance
 from castline.builder.tuning_cache import TuningCache, TuningEnvironment, default_cache_dir
 from castline.builder.tuning_cases import AttentionCase, MatmulCase
+from castline.engines.errors import BuildError
 from castline.engines.manifest import Host
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, kv_pool_name
 
@@ -263,6 +264,18 @@ def test_second_tuning_times_nothing(tmp_path: Path) -> None:
     assert second == first
     assert not idle.matmuls
     assert not idle.attentions
+
+
+def test_a_user_without_a_home_is_told_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run under ids that no password file knows; pathlib raises RuntimeError there."""
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    with pytest.raises(BuildError, match="--cache-dir"):
+        default_cache_dir()
 
 
 def test_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:

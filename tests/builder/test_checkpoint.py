@@ -170,7 +170,7 @@ def test_heads_that_the_kernels_do_not_take(head_dim: int, tiny_checkpoint: Call
     assert "multiples of 8 up to 256" in message
 
 
-@pytest.mark.parametrize("model", ["", "x" * 300, "a\0b"], ids=["empty", "too long", "NUL"])
+@pytest.mark.parametrize("model", ["", "x" * 300, "a\0b", "~nobody-here/x"], ids=["empty", "too long", "NUL", "~"])
 def test_names_that_no_path_has(model: str) -> None:
     """The empty name of an unset shell variable is the current directory to pathlib."""
     assert refused(model).startswith("load: ")
