@@ -25,6 +25,10 @@ THREAD_STEP_WEIGHTS: Mapping[int, float] = {1: 0.5, 128: 0.5}
 NOISE = 0.02
 """Share by which two timings of one thing differ on a quiet host."""
 
+THREADS_NOISE = 0.10
+"""Of thread counts. Where another process keeps a core busy, all cores are hardly faster than one, and the engine would
+keep one for good; where memory limits them all, more threads cost a few per cent."""
+
 TUNED_BLOCK_SIZES = (DEFAULT_BLOCK_SIZE, 16, 64)
 QUERY_TILES = (0, 4, 8, 16, 32)
 KV_SPLITS = (0, 128, 256, 512)
@@ -125,11 +129,11 @@ def autotune(request: TuningRequest, bench: Bench, advance: Callable[[], None]) 
     return TuningChoices(kernels, threads, block_size, query_tile, kv_split, measured=True, timings_us=tuner.timings_us)
 
 
-def cheapest(times: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]) -> str:
+def cheapest(times: Mapping[str, Mapping[str, float]], weights: Mapping[str, float], noise: float = NOISE) -> str:
     """The candidate of least weighted relative time.
 
     *times* maps candidate → step → microseconds; *weights* maps step → weight. The first candidate is the default: it
-    stays unless another is cheaper by more than timings vary, so that two builds choose alike.
+    stays unless another is cheaper by more than *noise*, the share by which timings vary: two builds choose alike.
     """
     fastest = {step: min(by_step[step] for by_step in times.values()) for step in weights}
 
@@ -137,7 +141,7 @@ def cheapest(times: Mapping[str, Mapping[str, float]], weights: Mapping[str, flo
         return sum(weight * times[candidate][step] / fastest[step] for step, weight in weights.items())
 
     default, best = next(iter(times)), min(times, key=cost)
-    return default if cost(default) <= cost(best) * (1 + NOISE) else best
+    return default if cost(default) <= cost(best) * (1 + noise) else best
 
 
 def thread_candidates(cores: int) -> tuple[int, ...]:
@@ -163,7 +167,7 @@ class _Tuner:
         times = {
             str(count): {str(rows): self._layer_us(rows, count) for rows in THREAD_STEP_WEIGHTS} for count in counts
         }
-        return int(self._choose("threads", times, _by_name(THREAD_STEP_WEIGHTS)))
+        return int(self._choose("threads", times, _by_name(THREAD_STEP_WEIGHTS), THREADS_NOISE))
 
     def kernel(self, shape: Shape, threads: int) -> MatmulKernel:
         candidates = {kernel.name: kernel for kernel in self._request.kernels(shape)}
@@ -213,10 +217,16 @@ class _Tuner:
         self._advance()
         return microseconds
 
-    def _choose(self, what: str, times: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]) -> str:
+    def _choose(
+        self,
+        what: str,
+        times: Mapping[str, Mapping[str, float]],
+        weights: Mapping[str, float],
+        noise: float = NOISE,
+    ) -> str:
         for step in weights:
             self.timings_us[f"{what}, {step}"] = {name: round(by_step[step], 2) for name, by_step in times.items()}
-        return cheapest(times, weights)
+        return cheapest(times, weights, noise)
 
 
 def _steps_for(attribute: str, max_model_len: int) -> tuple[AttentionStep, ...]:

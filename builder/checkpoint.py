@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
@@ -25,6 +26,8 @@ from castline.engines.errors import BuildError
 from castline.engines.manifest import ModelFacts
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+REASON_LENGTH = 300
+"""Characters of a library's own message that are passed on."""
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _STATELESS_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -55,13 +58,28 @@ class Checkpoint:
 def load_checkpoint(model: str) -> Checkpoint:
     """Loads *model*: a directory, a GGUF file, a hub id, or ``demo``. Raises BuildError naming stage and cure."""
     with _quiet_transformers():
-        path = demo_path() if model == DEMO else Path(model).expanduser()
+        path = demo_path() if model == DEMO else _local_path(model)
         if path.is_file():
             gguf = load_gguf(path, check_config)
             return _finish(gguf.model, gguf.tokenizer, gguf.name, model, gguf.end_ids)
         directory = path if path.is_dir() else _download(model)
         name = path.resolve().name if path.is_dir() else model.split("/")[-1]
         return _finish(*_load_directory(directory), name, model, ())
+
+
+def _local_path(model: str) -> Path:
+    """*model* as a path, which may not exist. Raises BuildError for what can be none."""
+    path = Path(model)
+    try:
+        path = path.expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, a closed folder, an unknown ~user
+        raise BuildError(f"load: {model[:80]!r} cannot be read: {getattr(error, 'strerror', error)}") from None
+    if not model:
+        raise BuildError(f"load: MODEL is empty; name a model directory, a GGUF file, a hub id or `{DEMO}`")
+    return path
 
 
 @contextmanager
@@ -100,39 +118,55 @@ def _download(model: str) -> Path:
 
 def _load_directory(directory: Path) -> tuple[PreTrainedModel, Any]:
     try:
-        config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise BuildError(
-            f"load: {directory} has no config that transformers {transformers.__version__} can read: {error}"
+            f"load: {directory} has no config that transformers {transformers.__version__} can read: {_reason(error)}"
         ) from None
     check_config(config)
     sizes = [math.prod(shape) for shape in _stored_shapes(_weight_files(directory))]
     require_memory(sum(sizes), max(sizes))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception for a file it cannot parse
         raise BuildError(
-            f"load: {directory} has no tokenizer that can be read ({error}); add its tokenizer.json"
+            f"load: {directory} has no tokenizer that can be read ({_reason(error)}); add its tokenizer.json"
         ) from None
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            directory,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except RuntimeError as error:  # shapes that differ, as a table over many lines
-        reason = str(error).strip().splitlines()[-1]
-        raise BuildError(f"load: the weights in {directory} do not fit its config: {reason}") from None
+    except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
+        raise BuildError(f"load: the config in {directory} describes no model that can be made: {error}") from None
     model, info = loaded
-    if info["missing_keys"] or info["mismatched_keys"]:
-        missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
-        raise BuildError(f"load: {directory} lacks weights of {config.model_type}: {', '.join(missing[:5])}")
+    if info["mismatched_keys"]:
+        name, stored, wanted = sorted(info["mismatched_keys"])[0]
+        raise BuildError(
+            f"load: the weights in {directory} do not fit its config: {name} is {list(stored)}, and the config "
+            f"wants {list(wanted)}; weights and config.json are of different models"
+        )
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"])[:5])
+        raise BuildError(f"load: {directory} lacks weights of {config.model_type}: {missing}")
     return model, tokenizer
+
+
+def _reason(error: Exception) -> str:
+    """What *error* says, on one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= REASON_LENGTH else f"{text[:REASON_LENGTH]}…"
 
 
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [directory / name for name in names]
+        files = [directory / name for name in _indexed(index)]
     else:
         files = [f for f in [directory / "model.safetensors"] if f.is_file()]
     absent = [f.name for f in files if not f.is_file()]
@@ -142,6 +176,14 @@ def _weight_files(directory: Path) -> list[Path]:
             f"load: {directory} has no {what}; castline reads safetensors and GGUF, convert the weights first"
         )
     return files
+
+
+def _indexed(index: Path) -> list[str]:
+    """Names of the files that an index of shards lists, sorted."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BuildError(f"load: {index} is damaged: it has no weight_map; copy it again") from None
 
 
 def _stored_shapes(files: Iterable[Path]) -> list[list[int]]:

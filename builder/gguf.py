@@ -93,7 +93,7 @@ def load_gguf(path: Path, check_config: Any) -> GgufParts:
         try:
             reader = library.GGUFReader(str(path))
         except (ValueError, IndexError) as error:
-            raise BuildError(f"load: {path} is not a GGUF file ({error})") from None
+            raise BuildError(f"load: {path} is not a GGUF file, or is cut short ({error}); fetch it again") from None
         folder, file = str(path.parent), path.name
         try:
             config = AutoConfig.from_pretrained(folder, gguf_file=file)

@@ -133,5 +133,5 @@ def _owner(tensor: ir.TensorProtocol | None) -> str | None:
 def _append(file: BinaryIO, tensor: ir.TensorProtocol) -> tuple[int, int]:
     file.write(b"\0" * (-file.tell() % ALIGNMENT))
     offset = file.tell()
-    np.ascontiguousarray(tensor.numpy()).tofile(file)
+    file.write(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)
     return offset, file.tell() - offset

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from castline.builder.recipes import DEFAULT_RECIPE, recipe
+from castline.engines.bundle import MAX_VERSION, MODEL_NAME_RULE, is_model_name
 from castline.engines.errors import BuildError
 from castline.engines.manifest import KvDtype, Target
 
@@ -56,13 +57,17 @@ class BuildOptions:
             value = getattr(self, flag)
             if value is not None and value < 1:
                 raise BuildError(f"--{flag.replace('_', '-')} {value} must be at least 1")
+        if self.version is not None and self.version > MAX_VERSION:
+            raise BuildError(f"--version {self.version} must be at most {MAX_VERSION}")
+        if self.max_model_len == 1:
+            raise BuildError("--max-model-len 1 must be at least 2: a token to read and a token to answer")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise BuildError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}, "
                 "so not every running sequence could decode in one step; raise the first or lower the second"
             )
-        if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):
-            raise BuildError(f"--name {self.name!r} must be a plain directory name without '/' or a leading '.'")
+        if self.name is not None and not is_model_name(self.name):
+            raise BuildError(f"--name {self.name!r} is not valid: a name takes {MODEL_NAME_RULE}")
 
     @property
     def resolved_kv_dtype(self) -> KvDtype:

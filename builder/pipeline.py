@@ -4,7 +4,7 @@ Everything that reaches disk is written into the bundle's draft, which becomes t
 Kernels are tuned on the fused graph, before the weights are quantised: the kernel decides how they are packed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from castline.builder.tuning_cache import TuningCache, TuningEnvironment, defaul
 from castline.builder.verify import ParityReport, judge, measure, require_verified, shipped_case
 from castline.engines.bundle import write_bundle
 from castline.engines.manifest import Manifest, ModelFacts
-from castline.plugins.cpu.library import describe
+from castline.plugins.cpu.library import active_isa, describe
 from castline.plugins.cpu.session import CpuSession, SessionOptions, native_options
 
 
@@ -56,6 +56,7 @@ class Compiled:
 def build(options: BuildOptions, log: BuildLog) -> Path:
     """Builds a bundle; returns its directory. Raises BuildError, and then nothing is left in the output."""
     check_output(options.output, options.name, options.version)
+    active_isa()  # a library that is missing or told to use kernels this host lacks: refused before anything long
     checkpoint, plan = read_checkpoint(options, log)
     with write_bundle(options.output, plan.facts.name, options.version) as draft:
         fused = export_and_fuse(checkpoint, log)
@@ -85,9 +86,24 @@ def read_checkpoint(options: BuildOptions, log: BuildLog) -> tuple[Checkpoint, P
         plan = make_plan(options, checkpoint.facts)
         check_disk(options.output, plan.facts, plan.recipe)
         stage.summary = _describe_model(plan.facts)
-    if checkpoint.tokenizer.chat_template is None:
-        log.warn(f"{plan.facts.name} has no chat template: its engine will refuse chat requests and serve completions")
+    for warning in _warnings(checkpoint, plan):
+        log.warn(warning)
     return checkpoint, plan
+
+
+def _warnings(checkpoint: Checkpoint, plan: Plan) -> Iterator[str]:
+    """What will be built all the same, and what its users will meet."""
+    name, threads = plan.facts.name, plan.options.threads
+    if checkpoint.tokenizer.chat_template is None:
+        yield f"{name} has no chat template: its engine will refuse chat requests and serve completions"
+    highest = max(checkpoint.tokenizer.backend_tokenizer.get_vocab(True).values(), default=-1)
+    if highest >= plan.facts.vocab_size:
+        yield (
+            f"the tokenizer of {name} has token ids up to {highest:,}, and the model only {plan.facts.vocab_size:,} "
+            "embeddings: its engine will refuse requests that use the others"
+        )
+    if threads is not None and threads > plan.host.cores:
+        yield f"--threads {threads} is over the {plan.host.cores} cores that this process may use: they will take turns"
 
 
 def export_and_fuse(checkpoint: Checkpoint, log: BuildLog) -> Fused:
@@ -113,7 +129,7 @@ def choose_kernels(plan: Plan, model: ir.Model, log: BuildLog) -> TuningChoices:
             choices = default_choices(request)
             stage.summary = f"skipped, defaults: {_describe_choices(choices)}"
         else:
-            environment = TuningEnvironment(plan.host, tool_versions()["onnxruntime"], describe().sha256)
+            environment = TuningEnvironment(plan.host, tool_versions()["onnxruntime"], describe().sha256, active_isa())
             cache = TuningCache(plan.options.cache_dir or default_cache_dir(), environment)
             bench = OrtBench(lambda threads: native_options(SessionOptions(num_threads=threads)))
             with log.bar("timing kernels", count_cases(request)) as advance:

@@ -9,7 +9,9 @@ from castline.builder.options import BuildOptions
 from castline.builder.recipes import Recipe
 from castline.builder.recipes import recipe as find_recipe
 from castline.builder.tool_versions import tool_versions
+from castline.engines.bundle import MODEL_NAME_RULE, is_model_name
 from castline.engines.capacity import kv_block_bytes
+from castline.engines.errors import BuildError
 from castline.engines.host import detect_host
 from castline.engines.manifest import SCHEMA_VERSION, Host, Limits, Manifest, ModelFacts, Parity, Precision
 from castline.plugins.cpu.library import describe
@@ -37,10 +39,13 @@ class Plan:
 
 def make_plan(options: BuildOptions, facts: ModelFacts) -> Plan:
     """Raises BuildError where the model cannot give what was asked."""
+    name = options.name or facts.name
+    if not is_model_name(name):
+        raise BuildError(f"the engine cannot be called {name!r}, as MODEL is: give a --name of {MODEL_NAME_RULE}")
     return Plan(
         options=options,
         recipe=find_recipe(options.recipe),
-        facts=replace(facts, name=options.name or facts.name),
+        facts=replace(facts, name=name),
         precision=Precision(options.recipe, options.resolved_kv_dtype),
         max_model_len=options.resolve_max_model_len(facts.max_position),
         host=detect_host(options.target),

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from castline.builder.attention import LayerAttention, RopeStyle, attention, flat, half_table, rope, traced
 from castline.engines.errors import BuildError
+from castline.plugins.contract import HEAD_DIM_STEP, MAX_HEAD_DIM
 
 NUM_TOKENS = 8
 RELATIVE_TOLERANCE = 2e-4
@@ -212,6 +213,14 @@ def _check_layers(layers: list[LayerAttention], num_layers: int) -> None:
             f"probe: {len(layers)} attention calls for {num_layers} layers; "
             "castline builds models with one attention in every layer"
         )
+    if not layers:
+        raise BuildError("probe: this model has no layers; num_hidden_layers in its config must be at least 1")
     geometries = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in layers}
     if len(geometries) != 1:
         raise BuildError("probe: layers with different heads are not supported; castline cannot build this model")
+    head_dim = layers[0].head_dim
+    if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
+        raise BuildError(
+            f"probe: heads of {head_dim} elements are not supported: the attention kernels take multiples of "
+            f"{HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+        )

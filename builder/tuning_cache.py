@@ -1,8 +1,9 @@
 """Timings remembered between builds, found by the content of what was timed.
 
 An entry's name is the sha256 of everything that could change its timing: the operator, its shape, the candidate, the
-host, ONNX Runtime's version and the plugin's hash. Nothing is ever invalidated; other circumstances have other names.
-Entries are written whole or not at all, so that builds may share a cache; one that does not read back is timed again.
+host, ONNX Runtime's version, the plugin's hash and the instruction set it was told to use. Nothing is ever invalidated;
+other circumstances have other names. Entries are written whole or not at all, so that builds may share a cache; one
+that does not read back is timed again.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from castline.engines.errors import BuildError
 from castline.engines.manifest import Host
 
 CACHE_SCHEMA = 1
@@ -29,6 +31,8 @@ class TuningEnvironment:
     host: Host
     onnxruntime: str
     plugin_sha256: str
+    plugin_isa: str
+    """Whose kernels ran: the host's widest, or CASTLINE_ISA."""
 
 
 class _Entry(msgspec.Struct):
@@ -37,9 +41,14 @@ class _Entry(msgspec.Struct):
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/castline``, or ``~/.cache/castline``."""
+    """``$XDG_CACHE_HOME/castline``, or ``~/.cache/castline``. Raises BuildError for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "castline"
+    if base:
+        return Path(base) / "castline"
+    try:
+        return Path.home() / ".cache" / "castline"
+    except RuntimeError:  # a container's user whom nobody knows
+        raise BuildError("autotune: this user has no home directory: name a --cache-dir for the timings") from None
 
 
 class TuningCache:

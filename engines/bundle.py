@@ -21,6 +21,9 @@ from castline.engines.hashing import sha256_file
 from castline.engines.manifest import MANIFEST_NAME, BundleFile, Manifest, write_manifest
 
 _STAGING_PREFIX = ".building-"
+MODEL_NAME_RULE = "1 to 128 letters, digits, '.', '_' and '-', beginning with a letter or digit"
+MAX_VERSION = 999_999_999
+
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _VERSION_NAME = re.compile(r"[1-9][0-9]{0,8}")
 
@@ -44,7 +47,7 @@ def write_bundle(repository: Path, model: str, version: int | None = None) -> It
     """Gives a draft to fill and seal; on a clean exit it becomes ``<repository>/<model>/<version>/``.
 
     *version* None takes the next free number. On any exception, KeyboardInterrupt among them, nothing is left, nor any
-    directory that was made on the way. Raises BuildError where the version exists or a name is not valid.
+    directory that was made on the way. Raises BuildError where the version exists, and for an OSError (a full disk).
     """
     check_model_name(model)
     home = repository / model
@@ -63,10 +66,15 @@ def write_bundle(repository: Path, model: str, version: int | None = None) -> It
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
-    except BaseException:
+    except BaseException as error:
         for parent in reversed(made):
             with suppress(OSError):
                 parent.rmdir()
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            raise BuildError(
+                f"bundle: {home} cannot be written: {reason}; make room there, or choose another --output"
+            ) from error
         raise
 
 
@@ -102,13 +110,15 @@ def bundle_versions(home: Path) -> list[int]:
     return [version for version in _numbers(home) if (home / str(version) / MANIFEST_NAME).is_file()]
 
 
+def is_model_name(model: str) -> bool:
+    """Whether *model* can name a directory of a repository."""
+    return _MODEL_NAME.fullmatch(model) is not None
+
+
 def check_model_name(model: str) -> None:
     """Raises EngineError unless *model* can name a directory of a repository."""
-    if not _MODEL_NAME.fullmatch(model):
-        raise EngineError(
-            f"model name {model!r} is not valid: it takes 1 to 128 letters, digits, '.', '_' and '-', "
-            "and begins with a letter or digit"
-        )
+    if not is_model_name(model):
+        raise EngineError(f"model name {model!r} is not valid: it takes {MODEL_NAME_RULE}")
 
 
 def _pick_model(repository: Path, model: str | None) -> str:
@@ -132,7 +142,7 @@ def _numbers(home: Path) -> list[int]:
 
 def _check_free(home: Path, version: int) -> None:
     if not _VERSION_NAME.fullmatch(str(version)):
-        raise BuildError(f"version {version} is not valid: give a number from 1 to 999999999")
+        raise BuildError(f"version {version} is not valid: give a number from 1 to {MAX_VERSION}")
     if (home / str(version)).exists():
         raise BuildError(
             f"{home / str(version)} exists and is never overwritten: remove it, "

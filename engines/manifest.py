@@ -5,7 +5,7 @@ Every field is written by the builder and checked or used by the loader; nothing
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -16,6 +16,8 @@ MANIFEST_NAME = "engine.json"
 
 Target = Literal["cpu", "tensorrt", "tensorrt_rtx"]
 KvDtype = Literal["fp32", "bf16", "int8", "fp8"]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+"""Checked when a manifest is read: sizes are divided by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +27,13 @@ class ModelFacts:
     name: str
     architecture: str
     source: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position: int
+    num_layers: Positive
+    hidden_size: Positive
+    num_heads: Positive
+    num_kv_heads: Positive
+    head_dim: Positive
+    vocab_size: Positive
+    max_position: Positive
     num_parameters: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -52,10 +54,10 @@ class Precision:
 class Limits:
     """Defaults that `run` may lower; a bundle is valid for any value up to them."""
 
-    max_model_len: int
-    block_size: int
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_model_len: Positive
+    block_size: Positive
+    max_num_seqs: Positive = 64
+    max_num_batched_tokens: Positive = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,10 @@ BLOCK_TABLE: Final = "block_table"
 LOGITS_INDICES: Final = "logits_indices"
 LOGITS: Final = "logits"
 
+HEAD_DIM_STEP: Final = 8
+MAX_HEAD_DIM: Final = 256
+"""Heads that the kernels take: multiples of HEAD_DIM_STEP up to MAX_HEAD_DIM elements."""
+
 
 def kv_pool_name(layer: int) -> str:
     """Graph input that carries the KV pool of *layer* (0-based)."""

@@ -59,7 +59,11 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
             ["--max-num-seqs", "100", "--max-num-batched-tokens", "50"],
             ["--max-num-batched-tokens 50", "--max-num-seqs"],
         ),
+        (["--max-model-len", "1"], ["--max-model-len 1", "at least 2"]),
+        (["--version", "1000000000"], ["--version 1000000000", "at most 999999999"]),
         (["--name", "a/b"], ["--name 'a/b'"]),
+        (["--name", "a b"], ["--name 'a b'", "letters, digits"]),
+        (["--name", "é"], ["--name 'é'"]),
     ],
 )
 def test_bad_options_are_refused_in_plain_words(tmp_path: Path, arguments: list[str], words: list[str]) -> None:

@@ -128,6 +128,54 @@ def test_spoilt_directories(spoil: Callable[[Path], object], words: str, copy: P
     assert words in refused(copy)
 
 
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda d: edit(d / "config.json", hidden_size="sixty"), "no config that transformers"),
+        (lambda d: edit(d / "config.json", num_attention_heads=3), "not a multiple of the number of attention heads"),
+        (lambda d: edit(d / "config.json", num_key_value_heads=0), "describes no model that can be made"),
+        (lambda d: edit(d / "config.json", num_hidden_layers=0), "num_hidden_layers in its config must be at least 1"),
+        (lambda d: (d / "model.safetensors.index.json").write_text("{"), "has no weight_map"),
+        (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": 3}'), "has no weight_map"),
+        (lambda d: (d / "tokenizer.json").write_text("{"), "no tokenizer that can be read"),
+    ],
+    ids=["field type", "head count", "no kv heads", "no layers", "cut index", "wrong index", "cut tokenizer"],
+)
+def test_nonsense_in_a_directory_is_refused_in_words(spoil: Callable[[Path], object], words: str, copy: Path) -> None:
+    """transformers raises a dozen types for these; a user would see a traceback of its inside."""
+    spoil(copy)
+    assert words in refused(copy)
+
+
+def test_wrong_shapes_are_named(copy: Path) -> None:
+    """ "For details look at the above report", when there is none above, helps nobody."""
+    edit(copy / "config.json", intermediate_size=100)
+    assert "mlp.down_proj.weight is [64, 96], and the config wants [64, 100]" in refused(copy)
+
+
+def test_code_in_a_checkpoint_is_never_run(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask on the terminal whether to run it, in the middle of a build."""
+    edit(copy / "config.json", model_type="theirs", auto_map={"AutoConfig": "theirs.Config"})
+    (copy / "theirs.py").write_text("raise AssertionError('it was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("builtins.print", lambda *_, **__: pytest.fail("it asked"))
+    assert "no config" in refused(copy)
+
+
+@pytest.mark.parametrize("head_dim", [12, 264])
+def test_heads_that_the_kernels_do_not_take(head_dim: int, tiny_checkpoint: Callable[..., Path]) -> None:
+    """It would come out a minute later, as ONNX Runtime's error about a file in a temporary directory."""
+    message = refused(tiny_checkpoint("llama", head_dim=head_dim))
+    assert f"heads of {head_dim} elements are not supported" in message
+    assert "multiples of 8 up to 256" in message
+
+
+@pytest.mark.parametrize("model", ["", "x" * 300, "a\0b", "~nobody-here/x"], ids=["empty", "too long", "NUL", "~"])
+def test_names_that_no_path_has(model: str) -> None:
+    """The empty name of an unset shell variable is the current directory to pathlib."""
+    assert refused(model).startswith("load: ")
+
+
 def test_a_shard_that_is_missing_is_named(copy: Path) -> None:
     """An interrupted download leaves an index that names files which are not there."""
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
@@ -165,20 +213,12 @@ def test_hub_id_is_loaded(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_little_memory_is_refused_before_weights_are_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """C04: an impossible build stops at the start, with estimate and stage."""
-    monkeypatch.setattr(memory, "available_bytes", lambda: 500 << 20)
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 500 << 20)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     message = refused(copy)
     assert message.startswith("load:")
     assert "needs about 0.8 GiB" in message
     assert "0.5 GiB are available" in message
-
-
-def test_available_memory_is_the_tighter_of_host_and_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container the host's free memory is not ours."""
-    monkeypatch.setattr(memory, "_cgroup_number", {"memory.max": 3 << 20, "memory.current": 1 << 20}.get)
-    assert memory.available_bytes() == 2 << 20
-    monkeypatch.setattr(memory, "_cgroup_number", lambda _: None)
-    assert memory.available_bytes() > 3 << 20
 
 
 def test_demo_absent(monkeypatch: pytest.MonkeyPatch) -> None:

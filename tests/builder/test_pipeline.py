@@ -1,5 +1,6 @@
 """Whole builds of a tiny random checkpoint: what a bundle holds, what the gate stops, what a failure leaves behind."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -221,6 +222,44 @@ def test_model_without_chat_template_is_warned_about(tmp_path: Path, capsys: pyt
     """C44: the build says what the engine will refuse."""
     build(tmp_path, verify=False)
     assert "no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_more_threads_than_cores_are_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They make every step slower, and nothing else would say so."""
+    build(tmp_path, verify=False, threads=999)
+    assert "--threads 999 is over the" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_token_ids_past_the_embeddings_are_warned_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A padding token added by a fine-tune: the shipped text does not hold it, and a user's prompt may."""
+    small = dataclasses.replace(checkpoint, facts=dataclasses.replace(checkpoint.facts, vocab_size=VOCAB_SIZE - 1))
+    monkeypatch.setattr(pipeline, "load_checkpoint", lambda model: small)
+    build(tmp_path, verify=False)
+    assert "token ids up to 257, and the model only 257 embeddings" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_directory_whose_name_no_model_can_have(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cure is an option, so the message must name it."""
+    spaced = dataclasses.replace(checkpoint, facts=dataclasses.replace(checkpoint.facts, name="my model"))
+    monkeypatch.setattr(pipeline, "load_checkpoint", lambda model: spaced)
+    with pytest.raises(BuildError, match=r"cannot be called 'my model'.*--name"):
+        build(tmp_path)
+
+
+@pytest.mark.usefixtures("quick")
+def test_kernels_that_the_host_lacks_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came out after export and fusion: a minute into the build of a real model."""
+    monkeypatch.setenv("CASTLINE_ISA", "nonsense")
+    monkeypatch.setattr(pipeline, "load_checkpoint", lambda model: pytest.fail("it was loaded"))
+    with pytest.raises(EngineError, match="CASTLINE_ISA names kernels this host lacks"):
+        build(tmp_path)
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,5 +1,6 @@
 """Writing bundles that appear whole or not at all, and finding them again."""
 
+import errno
 import hashlib
 import os
 import signal
@@ -50,6 +51,15 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, failure: type[BaseExcepti
         (draft.directory / "weights.bin").write_bytes(b"x" * 100)
         assert everything(tmp_path) != []
         raise failure
+    assert everything(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_is_said_in_words(tmp_path: Path) -> None:
+    """Room is checked at the start, and another program may take it meanwhile: that was a traceback."""
+    home = tmp_path / "models" / "smol"
+    with pytest.raises(BuildError, match=f"{home} cannot be written: No space left on device"):  # noqa: SIM117
+        with write_bundle(tmp_path / "models", "smol"):
+            raise OSError(errno.ENOSPC, "No space left on device")
     assert everything(tmp_path) == []
 
 

@@ -105,6 +105,17 @@ def test_another_schema_names_both_versions_and_the_cure(tmp_path: Path, manifes
 
 
 @pytest.mark.parametrize(
+    ("section", "name"), [("limits", "block_size"), ("model", "num_layers"), ("model", "head_dim")]
+)
+def test_sizes_are_positive(tmp_path: Path, manifest: Manifest, section: str, name: str) -> None:
+    """A block size of 0 is a ZeroDivisionError at start-up; -2 layers are printed as if they were there."""
+    nonsense = replace(getattr(manifest, section), **{name: 0})
+    write_manifest(tmp_path, replace(manifest, **{section: nonsense}))
+    with pytest.raises(EngineError, match=rf"is damaged: Expected `int` >= 1 - at `\$\.{section}\.{name}`"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
     "raw", [b"", b"[]", b"{", b"\xff", b'{"schema_version": 1}', b'{"schema_version": 1, "model": 3}']
 )
 def test_a_damaged_manifest_is_a_typed_error(tmp_path: Path, raw: bytes) -> None:
