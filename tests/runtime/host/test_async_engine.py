@@ -210,6 +210,7 @@ def test_one_request_over_the_waiting_limit_is_refused(scripted: Scripted) -> No
         ("a" * 5000, GREEDY, {}, "prompt"),
         ("a", replace(GREEDY, top_p=2.0), {}, "top_p"),
         ("a", replace(GREEDY, logit_bias={VOCAB_SIZE: 1.0}), {}, "logit_bias[260]"),
+        ([*[0] * 256, VOCAB_SIZE], GREEDY, {}, "prompt"),  # counted before its millions of ids are looked at
     ],
 )
 def test_a_bad_request_is_refused_before_it_is_queued(
