@@ -230,6 +230,22 @@ def test_a_bad_request_is_refused_before_it_is_queued(
     run(scenario)
 
 
+def test_a_request_that_forbids_every_token_is_told_so(scripted: Scripted) -> None:
+    """Prevents a client's mistake that is reported, and counted, as a failure of the engine."""
+    made = scripted()
+
+    async def scenario() -> None:
+        engine = await made.start()
+        forbidding = replace(GREEDY, logit_bias=dict.fromkeys(range(VOCAB_SIZE), -100.0))
+        with pytest.raises(RequestError, match="logit_bias") as caught:
+            await collect(engine, "a", forbidding)
+        assert caught.value.code is ErrorCode.INVALID_VALUE
+        assert text_of(await collect(engine, "good")) == made.text("good", 8)
+        await settled(made, engine)
+
+    run(scenario)
+
+
 def test_an_unset_max_tokens_fills_the_context(scripted: Scripted) -> None:
     """C26: no max_tokens and no EOS ends at max_model_len with `length`."""
     made = scripted(max_model_len=64)
