@@ -80,9 +80,16 @@ async def _merged(engine: EngineClient, job: Job) -> AsyncGenerator[Output, None
         else:
             queue.put_nowait(None)
 
-    pumps = [asyncio.create_task(pump(i)) for i in range(len(job.prompts))]
+    pumps: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        for i in range(len(job.prompts)):
+            pumps.append(asyncio.create_task(pump(i)))
+            await asyncio.sleep(0)  # each encodes its prompt at once: other requests have their turn in between
+
+    starter = asyncio.create_task(start())
     try:
-        num_running = len(pumps)
+        num_running = len(job.prompts)
         while num_running:
             item = await queue.get()
             if item is None:
@@ -92,6 +99,8 @@ async def _merged(engine: EngineClient, job: Job) -> AsyncGenerator[Output, None
             else:
                 yield item
     finally:
+        starter.cancel()
+        await asyncio.gather(starter, return_exceptions=True)  # first: then no pump is added
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
