@@ -145,6 +145,13 @@ class AsyncEngine:
         return self._stats
 
     async def drain(self, timeout_s: float) -> None:
+        try:
+            await self._drain(timeout_s)
+        finally:
+            if self._process is not None:
+                self._process.kill()  # it has ended, unless the drain was cut short
+
+    async def _drain(self, timeout_s: float) -> None:
         self._draining = True
         if self._live and timeout_s > 0:
             self._all_ended.clear()

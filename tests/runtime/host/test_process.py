@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,25 @@ def test_a_killed_engine_ends_every_request(tiny_repository: Path, number: signa
         with pytest.raises(EngineError, match="signal"):
             await tokens(engine, "later")
         await engine.drain(1)
+
+    run(scenario)
+
+
+def test_a_hung_engine_is_killed_though_the_drain_is_cut_short(tiny_repository: Path) -> None:
+    """A server that has no more time must not leave a process behind that hangs in a step, with its pool."""
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(plan_engine(tiny_repository))
+        process = psutil.Process(engine.pid)
+        process.suspend()
+        try:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await engine.drain(0)
+            await asyncio.to_thread(process.wait, 20)
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     run(scenario)
 
