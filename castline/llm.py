@@ -192,10 +192,26 @@ def _interrupts_held() -> Iterator[Event]:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text, or one list of token ids, is a batch of one."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    """One text, or one list of token ids, is a batch of one. Raises RequestError for a prompt that is neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    _check_list(prompts, "prompts")
+    if prompts and isinstance(prompts[0], int):
+        return [cast(Sequence[int], prompts)]
+    batch = list(cast(Sequence[Prompt], prompts))
+    for place, prompt in enumerate(batch):
+        if not isinstance(prompt, str):
+            _check_list(prompt, f"prompts[{place}]")
+    return batch
+
+
+def _check_list(value: Any, name: str) -> None:
+    """Bytes are a sequence of integers, yet no token ids."""
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray | memoryview):
+        kind = type(value).__name__
+        raise RequestError(
+            f"{name} must be text or a list of token ids, not {kind}; try .tolist() or .decode()", field=name
+        )
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

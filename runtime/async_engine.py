@@ -117,7 +117,7 @@ class AsyncEngine:
         """See EngineClient. *request_id* need not be unique."""
         deadline = None if timeout_s is None else self._clock() + timeout_s
         self._check_accepting()
-        token_ids = validate_prompt(await self._encode(prompt, add_special_tokens), self.manifest.model.vocab_size)
+        token_ids = await self._encode(prompt, add_special_tokens)
         self._check_accepting()
         request = self._resolve(request_id, token_ids, params, deadline, cache_salt)
         live = self._add(request)
@@ -145,6 +145,13 @@ class AsyncEngine:
         return self._stats
 
     async def drain(self, timeout_s: float) -> None:
+        try:
+            await self._drain(timeout_s)
+        finally:
+            if self._process is not None:
+                self._process.kill()  # it has ended, unless the drain was cut short
+
+    async def _drain(self, timeout_s: float) -> None:
         self._draining = True
         if self._live and timeout_s > 0:
             self._all_ended.clear()
@@ -205,16 +212,18 @@ class AsyncEngine:
     def _resolve(
         self,
         request_id: str,
-        token_ids: tuple[int, ...],
+        token_ids: Sequence[int],
         params: SamplingParams,
         deadline: float | None,
         cache_salt: str | None,
     ) -> Request:
         """A request whose values are checked, whose length is decided, and whose id is its own: callers' ids repeat."""
+        vocab_size = self.manifest.model.vocab_size
+        resolved = resolve_params(params, len(token_ids), vocab_size, self.limits)  # first: it bounds the prompt
         return Request(
             request_id=f"{request_id}#{next(self._ids)}",
-            prompt_token_ids=token_ids,
-            params=resolve_params(params, len(token_ids), self.manifest.model.vocab_size, self.limits),
+            prompt_token_ids=validate_prompt(token_ids, vocab_size),
+            params=resolved,
             arrival_time=self._clock(),
             deadline=deadline,
             cache_salt=cache_salt,

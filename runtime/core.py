@@ -126,8 +126,8 @@ class EngineCore:
             self.scheduler.rollback(plan)
             self._step_failed([part.seq_id for part in plan.scheduled], error)
             return
-        for seq_id, reason in broken.items():  # before the commit, which would make their blocks findable
-            self._end_sequence(self._sequence(seq_id), _engine_failed(reason))
+        for seq_id, finish in broken.items():  # before the commit, which would make their blocks findable
+            self._end_sequence(self._sequence(seq_id), finish)
         for rows, logprobs in zip(batch.prompt_rows, prompt_logprobs, strict=True):
             self._keep_prompt_logprobs(rows, logprobs)
         self._commit(plan, samples)
@@ -142,16 +142,16 @@ class EngineCore:
         assert plan.scheduled, "there is work, yet nothing could be scheduled"
         return plan
 
-    def _sample(self, batch: StepBatch, logits: NDArray[np.float32]) -> tuple[Samples, dict[int, str]]:
-        """The next token by seq_id, and what is wrong with the sequences that cannot have one."""
+    def _sample(self, batch: StepBatch, logits: NDArray[np.float32]) -> tuple[Samples, dict[int, Finish]]:
+        """The next token by seq_id, and the end of the sequences that cannot have one."""
         self._introduce(batch.sample_seq_ids)
         seq_ids, rows = list(batch.sample_seq_ids), batch.rows_to_sample(logits)
-        broken: dict[int, str] = {}
+        broken: dict[int, Finish] = {}
         while seq_ids:
             try:
                 result = self._sampler.sample(rows, seq_ids)
             except BrokenLogits as error:
-                broken |= error.reasons
+                broken |= {seq_id: _failed(reason, error.code) for seq_id, reason in error.reasons.items()}
                 kept = [row for row, seq_id in enumerate(seq_ids) if seq_id not in error.reasons]
                 seq_ids, rows = [seq_ids[row] for row in kept], rows[kept]
             else:
@@ -197,7 +197,7 @@ class EngineCore:
             self._suspects += [seq_ids[half:], seq_ids[:half]]
             return
         logger.error("a step failed", exc_info=error)
-        self._end_sequence(self._sequence(seq_ids[0]), _engine_failed(str(error) or type(error).__name__))
+        self._end_sequence(self._sequence(seq_ids[0]), _failed(str(error) or type(error).__name__))
 
     def _expire(self) -> None:
         now = self._clock()
@@ -256,5 +256,5 @@ class EngineCore:
         return seq
 
 
-def _engine_failed(reason: str) -> Finish:
-    return Finish(FinishReason.ERROR, error_code=ErrorCode.ENGINE_FAILED, message=reason)
+def _failed(reason: str, code: ErrorCode = ErrorCode.ENGINE_FAILED) -> Finish:
+    return Finish(FinishReason.ERROR, error_code=code, message=reason)

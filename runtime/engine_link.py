@@ -1,6 +1,7 @@
 """The serving side's end of the socket to the engine process, inside an event loop."""
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -88,6 +89,8 @@ class EngineProcess:
             status = self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             return "the engine process closed its connection"
+        if status == -signal.SIGKILL:
+            return "the engine process was killed by signal 9, as the kernel does when memory runs out"
         cause = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return f"the engine process {cause}; its log says why"
 

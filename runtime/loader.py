@@ -109,6 +109,8 @@ def reconcile_limits(
             f"--max-num-batched-tokens {max_tokens} is under --max-num-seqs {max_num_seqs}, and every running sequence "
             f"takes a token of each step: lower --max-num-seqs to {max_tokens}, or raise --max-num-batched-tokens"
         )
+    if options.kv_blocks is not None and options.kv_blocks < 1:
+        raise EngineError(f"--kv-blocks {options.kv_blocks} is too small: give at least 1")
     if options.max_waiting < 0:
         raise EngineError(f"--max-waiting {options.max_waiting} is negative: give 0 or more")
     pool = _plan_pool(manifest, options, available_bytes, max_model_len, max_num_seqs, max_tokens)
@@ -185,11 +187,13 @@ def _plan_pool(
     if pool.num_blocks < needed:
         holds = pool.num_tokens
         cure = f"raise --kv-blocks to {needed}" if options.kv_blocks is not None else "raise --memory-utilization"
+        if holds >= 2:
+            cure += f", or lower --max-model-len to {holds}"
         raise EngineError(
             f"the pool would have {pool.num_blocks} KV blocks of {block_size} tokens, and one sequence of "
             f"max_model_len {max_model_len} needs {needed} ({needed * pool.bytes_per_block / MIB:.0f} MiB; there are "
             f"{max(0, budget) / MIB:.0f} MiB: {utilization:.0%} of {available_bytes / MIB:.0f} MiB available, less "
-            f"{engine_bytes / MIB:.0f} MiB for weights and a step): {cure}, or lower --max-model-len to {holds}"
+            f"{engine_bytes / MIB:.0f} MiB for weights and a step): {cure}"
         )
     if pool.total_bytes > available_bytes - engine_bytes:
         raise EngineError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from castline.engines.errors import EngineError
+from castline.engines.errors import EngineError, ErrorCode
 from castline.runtime.draw import Choice, draw, take_rows
 from castline.runtime.events import TokenLogprobs
 from castline.runtime.logits import LogitEdits
@@ -71,7 +71,7 @@ class Sampler:
         assert logits.shape == (len(seq_keys), self._vocab_size), (logits.shape, len(seq_keys), self._vocab_size)
         sequences = [self._sequences[key] for key in seq_keys]
         tokens = logits.argmax(axis=1)
-        self._check(logits, tokens, seq_keys, "the step gave NaN or infinite logits")
+        self._check(logits, tokens, seq_keys, "the step gave NaN or infinite logits", ErrorCode.ENGINE_FAILED)
 
         edited = [row for row, seq in enumerate(sequences) if seq.edits.active(seq.num_generated)]
         drawn = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
@@ -93,18 +93,21 @@ class Sampler:
         for row, seq in zip(logits, sequences, strict=True):
             seq.edits.apply(row, seq.num_generated)
         tokens: NDArray[np.int64] = logits.argmax(axis=1)
-        self._check(logits, tokens, seq_keys, "logit_bias and min_tokens leave no token to choose")
+        reason = "logit_bias and min_tokens leave no token to choose"
+        self._check(logits, tokens, seq_keys, reason, ErrorCode.INVALID_VALUE)
         drawn = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
         if drawn:
             tokens[drawn] = _draw(take_rows(logits, drawn), tokens[drawn], [sequences[row] for row in drawn])
         return tokens
 
     @staticmethod
-    def _check(logits: NDArray[np.float32], best: NDArray[np.int64], seq_keys: Sequence[int], reason: str) -> None:
+    def _check(
+        logits: NDArray[np.float32], best: NDArray[np.int64], seq_keys: Sequence[int], reason: str, code: ErrorCode
+    ) -> None:
         """argmax stops at a NaN, so a row whose best logit is finite has no NaN and no +inf."""
         broken = np.flatnonzero(~np.isfinite(logits[np.arange(len(logits)), best]))
         if broken.size:
-            raise BrokenLogits({seq_keys[row]: reason for row in broken.tolist()})
+            raise BrokenLogits({seq_keys[row]: reason for row in broken.tolist()}, code)
 
     def prompt_logprobs(
         self, logits: NDArray[np.float32], next_token_ids: Sequence[int], num_top: int

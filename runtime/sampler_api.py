@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from castline.engines.errors import EngineError
+from castline.engines.errors import EngineError, ErrorCode
 from castline.runtime.events import TokenLogprobs
 from castline.runtime.sampling_params import SamplingParams
 
@@ -23,9 +23,11 @@ class SampleResult:
 class BrokenLogits(EngineError):
     """Some rows have no token to choose; nothing was recorded for any row."""
 
-    def __init__(self, reasons: Mapping[int, str]) -> None:
+    def __init__(self, reasons: Mapping[int, str], code: ErrorCode = ErrorCode.ENGINE_FAILED) -> None:
+        """*code* says whose fault it is: the engine's, or that of a request whose options forbid every token."""
         super().__init__("; ".join(f"sequence {key}: {reason}" for key, reason in reasons.items()))
         self.reasons = dict(reasons)
+        self.code = code
 
 
 class Sampler(Protocol):

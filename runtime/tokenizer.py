@@ -71,9 +71,11 @@ class Tokenizer:
         Unicode text.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Encoding a batch lets other threads run meanwhile; encoding one text holds the interpreter lock.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
             raise _not_text(text) from None
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -18,7 +18,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 100.0
-MAX_REPETITION_PENALTY = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Logits stay finite between them."""
 MAX_LOGIT_BIAS = 100.0
 INT64 = (-(1 << 63), (1 << 63) - 1)
 
@@ -49,7 +50,7 @@ def validate_params(
         top_p=_number("top_p", params.top_p, 0, 1, above=True),
         min_p=_number("min_p", params.min_p, 0, 1),
         repetition_penalty=_number(
-            "repetition_penalty", params.repetition_penalty, 0, MAX_REPETITION_PENALTY, above=True
+            "repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         ),
         presence_penalty=_number("presence_penalty", params.presence_penalty, -2, 2),
         frequency_penalty=_number("frequency_penalty", params.frequency_penalty, -2, 2),

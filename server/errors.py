@@ -55,6 +55,10 @@ TABLE: dict[ErrorCode | ServerCode, Row] = {
 }
 
 
+MAX_MESSAGE_CHARS, MAX_FIELD_CHARS = 400, 100
+"""On the wire. Escaped, a character may take 12 bytes, and gRPC clients may drop metadata of more than 8 KiB."""
+
+
 class ServerError(Exception):
     """An error that a transport finds itself: an unknown path, a wrong content type, an engine not loaded yet."""
 
@@ -78,13 +82,22 @@ class WireFault:
 
 
 def to_wire(error: Exception) -> WireFault:
-    """Classifies *error*. What castline did not raise on purpose is logged, and reported without detail."""
+    """Classifies *error*. What castline did not raise on purpose is logged, and reported without detail.
+
+    A message that quotes much of the request is cut.
+    """
     match error:
         case RequestError():
-            return WireFault(error.code, error.message, error.field)
+            field = None if error.field is None else _cut(error.field, MAX_FIELD_CHARS)
+            return WireFault(error.code, _cut(error.message), field)
         case ServerError():
-            return WireFault(error.code, error.message)
+            return WireFault(error.code, _cut(error.message))
         case EngineError():
-            return WireFault(ErrorCode.ENGINE_FAILED, str(error))
+            return WireFault(ErrorCode.ENGINE_FAILED, _cut(str(error)))
     log.error("unexpected error while serving a request", exc_info=error)
     return WireFault(ServerCode.INTERNAL, "internal error; the server's log has the details")
+
+
+def _cut(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
+    """The start and the end of a text that is too long."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"

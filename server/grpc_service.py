@@ -56,10 +56,11 @@ class InferenceServicer(castline_pb2_grpc.InferenceServicer):
 
     async def _generate(self, request: pb.GenerateRequest, context: ServicerContext) -> None:
         model = self._serving.model
-        model.check_name(request.model or None)
         engine = model.engine
-        params = sampling_params(request.params)
-        prompt, add_special_tokens = prompt_of(request, engine.tokenizer)
+        with model.metrics.counting_refusals():
+            model.check_name(request.model or None)
+            params = sampling_params(request.params)
+            prompt, add_special_tokens = prompt_of(request, engine.tokenizer)
         request_id = f"gen-{uuid.uuid4().hex}"
         writer = ResponseWriter(request_id, params.n, engine.tokenizer)
         outputs = engine.generate(

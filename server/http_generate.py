@@ -32,9 +32,10 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await read_json_body(scope, receive, MAX_MESSAGE_BYTES)
             model = self._serving.model
-            job = self._to_job(model, body)
+            with model.metrics.counting_refusals():
+                body = await read_json_body(scope, receive, MAX_MESSAGE_BYTES)
+                job = self._to_job(model, body)
             async with cancelled_by_disconnect(receive):
                 if isinstance(job.writer, StreamWriter):
                     await _stream(model.engine, job, job.writer, send)

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import cast
 
+from castline.engines.errors import RequestError
 from castline.runtime.client import EngineClient, Output
 from castline.runtime.sampling_params import SamplingParams
 
@@ -75,14 +76,23 @@ async def _merged(engine: EngineClient, job: Job) -> AsyncGenerator[Output, None
             async with aclosing(_generate(engine, job, prompt_index)) as outputs:
                 async for output in outputs:
                     queue.put_nowait(replace(output, index=first_index + output.index))
+        except RequestError as error:
+            queue.put_nowait(_in_list(error, prompt_index))
         except Exception as error:
             queue.put_nowait(error)
         else:
             queue.put_nowait(None)
 
-    pumps = [asyncio.create_task(pump(i)) for i in range(len(job.prompts))]
+    pumps: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        for i in range(len(job.prompts)):
+            pumps.append(asyncio.create_task(pump(i)))
+            await asyncio.sleep(0)  # each encodes its prompt at once: other requests have their turn in between
+
+    starter = asyncio.create_task(start())
     try:
-        num_running = len(pumps)
+        num_running = len(job.prompts)
         while num_running:
             item = await queue.get()
             if item is None:
@@ -92,6 +102,17 @@ async def _merged(engine: EngineClient, job: Job) -> AsyncGenerator[Output, None
             else:
                 yield item
     finally:
+        starter.cancel()
+        await asyncio.gather(starter, return_exceptions=True)  # first: then no pump is added
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+
+
+def _in_list(error: RequestError, prompt_index: int) -> RequestError:
+    """*error* of one prompt, naming which of the list it is."""
+    name, bracket, place = (error.field or "").partition("[")
+    if name != "prompt":
+        return error
+    field = f"prompt[{prompt_index}]{bracket}{place}"
+    return RequestError(f"{field}: {error.message}", field=field, code=error.code)

@@ -4,7 +4,8 @@ Every series exists, at zero, from the start. What the engine counts is read fro
 only the edge can time (first token, between tokens, end to end) is recorded by ``RequestMeter``, one a request.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
@@ -103,6 +104,15 @@ class Metrics:
     def _counters(self, name: str, text: str, label: str, values: list[str]) -> dict[str, Counter]:
         counter = Counter(f"castline:{name}", text, ["model_name", label], registry=self.registry)
         return {value: counter.labels(self._model_name, value) for value in values}
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts what a transport refuses before the engine is asked; later errors are a RequestMeter's."""
+        try:
+            yield
+        except RequestError as error:
+            self.errors[error.code].inc()
+            raise
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type, in the format that an Accept header prefers."""

@@ -91,6 +91,7 @@ class Serving:
         return self._model.engine.health()
 
     def ready(self) -> Health:
-        if self._draining:
+        live = self.live()
+        if self._draining and live.phase is not Phase.FAILED:
             return Health(Phase.DRAINING, "draining: running requests finish, new ones are refused")
-        return self.live()
+        return live

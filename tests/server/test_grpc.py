@@ -134,6 +134,13 @@ def test_refusals(app: Any) -> None:
     assert text_of(generate(app, prompt="a", model="tiny")) == REPLY
 
 
+def test_a_refusal_of_something_huge_arrives(app: Any) -> None:
+    """Prevents a status that is too long to be sent, so that the client reads RESOURCE_EXHAUSTED instead."""
+    assert refusal(app, prompt="a", model="😀" * 5000)[:2] == (grpc.StatusCode.NOT_FOUND, "model")
+    app.engine.fail_after, app.engine.failure = 0, RequestError("😀" * 5000, field="😀" * 5000)
+    assert refusal(app, prompt="a")[0] == grpc.StatusCode.INVALID_ARGUMENT
+
+
 @pytest.mark.parametrize(
     ("failure", "status"),
     [

@@ -57,3 +57,10 @@ def test_the_engines_phase_decides(app: Any, phase: Phase, live: int, ready: int
     app.engine.phase = phase
     assert ask(app, "live") == (live, phase)
     assert ask(app, "ready") == (ready, phase)
+
+
+def test_a_server_that_ends_because_its_engine_failed_says_so(app: Any) -> None:
+    """Prevents a crash that looks like an orderly shutdown to whoever asks."""
+    app.engine.phase = Phase.FAILED
+    app.server.serving.begin_drain()
+    assert ask(app, "ready") == (503, "failed")

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import grpc
 import pytest
 
 from castline.engines.errors import ErrorCode, RequestError
@@ -89,6 +90,21 @@ def test_both_transports_are_counted(app: Any) -> None:
     list(app.inference.Generate(pb.GenerateRequest(prompt="a")))
     app.http.post("/v1/completions", json={"prompt": ["a", "b"]})
     assert scrape(app)["e2e_request_latency_seconds_count"] == 3
+
+
+def test_what_the_transports_refuse_is_counted_once(app: Any) -> None:
+    """Prevents error rates that miss the requests which never reach the engine, or count the others twice."""
+    from castline.server.proto import castline_pb2 as pb
+
+    for body in ({"prompt": "a", "model": "x"}, {"prompt": "a", "suffix": "x"}, {"prompt": "a", "n": 0}, {"what": 1}):
+        assert app.http.post("/v1/completions", json=body).status_code in (400, 404)
+    for request in (pb.GenerateRequest(prompt="a", model="x"), pb.GenerateRequest()):
+        with pytest.raises(grpc.RpcError):
+            list(app.inference.Generate(request))
+    found = scrape(app)
+    assert found['request_errors_total{code="model_not_found"}'] == 2
+    assert found['request_errors_total{code="unsupported"}'] == 1
+    assert found['request_errors_total{code="invalid_value"}'] == 3
 
 
 def test_gauges_show_what_runs(app: Any) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from castline.engines.errors import ErrorCode
 from castline.runtime.draw import Choice, draw
 from castline.runtime.sampler import Sampler
 from castline.runtime.sampler_api import BrokenLogits
@@ -422,6 +423,7 @@ def test_forbidding_every_token_ends_that_sequence_only() -> None:
     with pytest.raises(BrokenLogits, match="logit_bias") as caught:
         sampler.sample(np.zeros((2, 3), np.float32), [0, 1])
     assert set(caught.value.reasons) == {0}
+    assert caught.value.code is ErrorCode.INVALID_VALUE, "the request's fault, not the engine's"
 
 
 # State

@@ -1,6 +1,7 @@
 """Tokenizer: the library's answers, byte by byte, and the bundle's files."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,6 +90,18 @@ def test_encoding_is_thread_safe(tokenizer: Tokenizer) -> None:
     expected = [tokenizer.decode(tokenizer.encode(text)) for text in texts]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda text: tokenizer.decode(tokenizer.encode(text)), texts)) == expected
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2: Tokenizer) -> None:
+    """Prevents one long prompt from stopping every stream and health check until it is tokenised."""
+    turns = 0
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(smollm2.encode, "hello wor " * 100_000)
+        while not encoding.done():
+            turns += 1
+            time.sleep(0.001)
+    assert len(encoding.result()) > 100_000
+    assert turns > 20
 
 
 def test_training_settings_in_the_file_do_not_cut_prompts(backends: dict[str, Backend], tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_values_within_the_limits_are_kept(field: str, value: Any) -> None:
         *(("top_p", value) for value in (0, -0.1, 1.0001, math.nan, None)),
         *(("min_p", value) for value in (-0.1, 1.1, math.nan)),
         *(("top_k", value) for value in (-2, 1.5, "5", 2**63)),
-        *(("repetition_penalty", value) for value in (0, -1, 100.5, math.inf)),
+        *(("repetition_penalty", value) for value in (0, -1, 1e-300, 100.5, math.inf)),
         *(("presence_penalty", value) for value in (-2.1, 2.1, math.nan)),
         *(("frequency_penalty", value) for value in (-2.1, 2.1, "x")),
         *(("seed", value) for value in (2**63, -(2**63) - 1, 1.5, "1", True)),

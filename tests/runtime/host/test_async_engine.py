@@ -210,6 +210,7 @@ def test_one_request_over_the_waiting_limit_is_refused(scripted: Scripted) -> No
         ("a" * 5000, GREEDY, {}, "prompt"),
         ("a", replace(GREEDY, top_p=2.0), {}, "top_p"),
         ("a", replace(GREEDY, logit_bias={VOCAB_SIZE: 1.0}), {}, "logit_bias[260]"),
+        ([*[0] * 256, VOCAB_SIZE], GREEDY, {}, "prompt"),  # counted before its millions of ids are looked at
     ],
 )
 def test_a_bad_request_is_refused_before_it_is_queued(
@@ -225,6 +226,22 @@ def test_a_bad_request_is_refused_before_it_is_queued(
         assert caught.value.field == field
         assert text_of(await collect(engine, "good")) == made.text("good", 8)
         assert made.core.stats().prompt_tokens == 4
+
+    run(scenario)
+
+
+def test_a_request_that_forbids_every_token_is_told_so(scripted: Scripted) -> None:
+    """Prevents a client's mistake that is reported, and counted, as a failure of the engine."""
+    made = scripted()
+
+    async def scenario() -> None:
+        engine = await made.start()
+        forbidding = replace(GREEDY, logit_bias=dict.fromkeys(range(VOCAB_SIZE), -100.0))
+        with pytest.raises(RequestError, match="logit_bias") as caught:
+            await collect(engine, "a", forbidding)
+        assert caught.value.code is ErrorCode.INVALID_VALUE
+        assert text_of(await collect(engine, "good")) == made.text("good", 8)
+        await settled(made, engine)
 
     run(scenario)
 

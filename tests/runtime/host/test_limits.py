@@ -67,6 +67,9 @@ def test_kv_blocks_are_exact(sample_manifest: Manifest) -> None:
         (LoadOptions(memory_utilization=1.5), "--memory-utilization 1.5 is not a share"),
         (LoadOptions(memory_utilization=float("nan")), "--memory-utilization nan is not a share"),
         (LoadOptions(max_waiting=-1), "--max-waiting -1 is negative"),
+        (LoadOptions(kv_blocks=0), "--kv-blocks 0 is too small: give at least 1"),
+        (LoadOptions(kv_blocks=-3), "--kv-blocks -3 is too small: give at least 1"),
+        (LoadOptions(memory_utilization=1e-6), "raise --memory-utilization$"),  # no length fits an empty pool
         (LoadOptions(kv_blocks=31), "needs 32 .*raise --kv-blocks to 32, or lower --max-model-len to 496"),
         (LoadOptions(kv_blocks=10_000_000), r"--kv-blocks 10000000 takes .* lower it to \d+"),
     ],

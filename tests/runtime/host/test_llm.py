@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import castline
@@ -99,6 +100,13 @@ def test_a_bad_prompt_in_a_batch_runs_nothing(llm: LLM, bad: Any) -> None:
         llm.generate(bad, SHORT)
     assert llm.stats().steps == steps
     assert len(llm.generate("good", SHORT)[0].outputs[0].token_ids) == 6
+
+
+@pytest.mark.parametrize("bad", [b"abc", [b"abc"], None, ["fine", None], np.array([1, 2]), [np.array([1, 2])]])
+def test_a_prompt_that_is_neither_text_nor_token_ids_is_named(llm: LLM, bad: Any) -> None:
+    """Bytes would be taken for token ids, silently; an array or None would fail somewhere inside."""
+    with pytest.raises(RequestError, match=r"^prompts(\[\d\])? must be text or a list of token ids, not (bytes|N|nd)"):
+        llm.generate(bad, SHORT)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, EngineError])

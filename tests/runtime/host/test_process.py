@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,10 @@ def test_it_serves_and_stops(tiny_repository: Path, reference: Callable[[Sequenc
     run(scenario)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_engine_ends_every_request(tiny_repository: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "where_to_look"), [(signal.SIGKILL, "when memory runs out"), (signal.SIGSEGV, "its log says why")]
+)
+def test_a_killed_engine_ends_every_request(tiny_repository: Path, number: signal.Signals, where_to_look: str) -> None:
     """The out-of-memory killer or a crash in a kernel: each request ends with the reason, none hangs."""
 
     async def scenario() -> None:
@@ -66,12 +69,31 @@ def test_a_killed_engine_ends_every_request(tiny_repository: Path, number: signa
                 pass
 
         await asyncio.gather(*tasks, return_exceptions=True)
-        with pytest.raises(EngineError, match=f"killed by signal {int(number)}"):
+        with pytest.raises(EngineError, match=f"killed by signal {int(number)}.*{where_to_look}"):
             await exhaust(streams[0])
         assert engine.health().phase is Phase.FAILED
         with pytest.raises(EngineError, match="signal"):
             await tokens(engine, "later")
         await engine.drain(1)
+
+    run(scenario)
+
+
+def test_a_hung_engine_is_killed_though_the_drain_is_cut_short(tiny_repository: Path) -> None:
+    """A server that has no more time must not leave a process behind that hangs in a step, with its pool."""
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(plan_engine(tiny_repository))
+        process = psutil.Process(engine.pid)
+        process.suspend()
+        try:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await engine.drain(0)
+            await asyncio.to_thread(process.wait, 20)
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     run(scenario)
 
