@@ -31,8 +31,8 @@ keep one for good; where memory limits them all, more threads cost a few per cen
 
 TUNED_BLOCK_SIZES = (DEFAULT_BLOCK_SIZE, 16, 64)
 QUERY_TILES = (0, 4, 8, 16, 32)
-KV_SPLITS = (0, 128, 256, 512)
-"""0 lets the kernel choose from the shape of the call."""
+KV_SPLITS = (0, 256, 512, 1024)
+"""0 lets the kernel choose from the shape of the call; splits are whole key tiles of 256."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from castline.builder.verify import ParityReport, judge, measure, require_verifi
 from castline.engines.bundle import write_bundle
 from castline.engines.manifest import Manifest, ModelFacts
 from castline.plugins.cpu.library import active_isa, describe
+from castline.plugins.cpu.selftest import run_self_test
 from castline.plugins.cpu.session import CpuSession, SessionOptions, native_options
 
 
@@ -56,7 +57,7 @@ class Compiled:
 def build(options: BuildOptions, log: BuildLog) -> Path:
     """Builds a bundle; returns its directory. Raises BuildError, and then nothing is left in the output."""
     check_output(options.output, options.name, options.version)
-    active_isa()  # a library that is missing or told to use kernels this host lacks: refused before anything long
+    run_self_test()  # a library that is missing, wrong, or told to use kernels this host lacks: before anything long
     checkpoint, plan = read_checkpoint(options, log)
     with write_bundle(options.output, plan.facts.name, options.version) as draft:
         fused = export_and_fuse(checkpoint, log)

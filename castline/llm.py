@@ -142,7 +142,6 @@ class LLM:
             request.request_id: _empty_result(prompt, request)
             for (prompt, _), request in zip(prompts, requests, strict=True)
         }
-        self._executor.set_busy(True)
         try:
             for request in requests:
                 self._processor.add(request)
@@ -156,7 +155,6 @@ class LLM:
                 self._core.abort(request.request_id)
             while self._core.has_work:
                 self._core.step()
-            self._executor.set_busy(False)
         return list(results.values())
 
     def _step(self, results: Mapping[str, RequestOutput]) -> None:

@@ -32,8 +32,5 @@ class CpuExecutor:
     def execute(self, step: StepTensors) -> NDArray[np.float32]:
         return self._session.step(step)
 
-    def set_busy(self, busy: bool) -> None:
-        """Nothing to do: the session's threads spin inside a step only, and sleep between steps."""
-
     def close(self) -> None:
         self._session.close()

@@ -8,7 +8,6 @@ import select
 import socket
 
 from castline.runtime.core_api import EngineCore
-from castline.runtime.executor import Executor
 from castline.runtime.wire import Abort, Add, Command, Report, StepDone, Stop, command_reader, encode
 
 _CHUNK = 1 << 20
@@ -61,13 +60,9 @@ class CommandSocket:
         return bool(select.select([self._connection], [], [], 0)[0])
 
 
-def run_engine_loop(core: EngineCore, executor: Executor, link: CommandSocket) -> None:
+def run_engine_loop(core: EngineCore, link: CommandSocket) -> None:
     """Steps *core* until a Stop command. Raises Disconnected when the other side is gone, and what a step raises."""
-    busy = False
     while True:
-        if busy and not core.has_work:
-            busy = False
-            executor.set_busy(False)
         for command in link.receive(wait=not core.has_work):
             if isinstance(command, Add):
                 core.add_request(command.request)
@@ -76,8 +71,5 @@ def run_engine_loop(core: EngineCore, executor: Executor, link: CommandSocket) -
             elif isinstance(command, Stop):
                 return
         if core.has_work:
-            if not busy:
-                busy = True
-                executor.set_busy(True)
             events = core.step()
             link.send(StepDone(events, core.stats()))

@@ -30,7 +30,7 @@ def serve(link: CommandSocket) -> int:
         gc.freeze()  # what lives for ever is not walked again: a full collection would pause a step
         link.send(Ready())
         try:
-            run_engine_loop(core, executor, link)
+            run_engine_loop(core, link)
         finally:
             executor.close()
     except Disconnected:

@@ -1,6 +1,6 @@
 """How one request wants its tokens chosen and when it ends.
 
-Validated once, at the edge (`validate` in castline.runtime.validation), and trusted after.
+Validated once, at the edge (castline.runtime.validation), and trusted after.
 """
 
 from collections.abc import Mapping

@@ -41,20 +41,6 @@ def library_sha256() -> str:
         raise _missing(_LIBRARY_PATH) from None
 
 
-def check_plugin(wanted: Plugin) -> None:
-    """Compares the plugin that a bundle was built with to the one present; raises EngineError naming both.
-
-    The hash counts too: parity was measured with those kernels and no others.
-    """
-    found = describe()
-    if wanted != found:
-        raise EngineError(
-            f"plugin {wanted.name}: the engine was built with version {wanted.version} (sha256 {wanted.sha256[:12]}…), "
-            f"found {found.name} version {found.version} (sha256 {found.sha256[:12]}…) at {_LIBRARY_PATH}; "
-            "rebuild the engine with this castline"
-        )
-
-
 def available_isas() -> tuple[str, ...]:
     """Instruction sets whose kernels this host can run, widest first."""
     return tuple(_load().castline_available_isas().decode().split(","))

@@ -21,6 +21,7 @@ _BLOCKS: Final = 3
 
 def run_self_test() -> None:
     """Raises EngineError naming the KV dtype whose result is wrong; takes some milliseconds."""
+    isa = active_isa()
     for name, code in KV_DTYPE_CODES.items():
         attributes = AttentionAttributes(
             layer=0,
@@ -38,7 +39,7 @@ def run_self_test() -> None:
         error = float(np.abs(_run(attributes, inputs) - expected).max())
         if not error <= TOLERANCE:
             raise EngineError(
-                f"plugin {PLUGIN_NAME}: the self-test of {name} blocks with the {active_isa()} kernels is off by "
+                f"plugin {PLUGIN_NAME}: the self-test of {name} blocks with the {isa} kernels is off by "
                 f"{error:.2g} (at most {TOLERANCE:g} is right); set CASTLINE_ISA to narrower kernels and report the CPU"
             )
 

@@ -19,15 +19,6 @@ def test_path_version_and_hash() -> None:
     plugin = library.describe()
     assert (plugin.name, plugin.version) == ("castline_cpu", library.PLUGIN_VERSION)
     assert plugin.sha256 == hashlib.sha256(library.library_path().read_bytes()).hexdigest()
-    library.check_plugin(plugin)
-
-
-@pytest.mark.parametrize("change", [{"name": "other"}, {"version": "0"}, {"sha256": "0" * 64}])
-def test_another_plugin_is_refused(change) -> None:
-    """C03: an engine built with other kernels runs, and its recorded parity means nothing."""
-    with pytest.raises(EngineError, match=r"plugin .*built with version .*found castline_cpu version") as caught:
-        library.check_plugin(replace(library.describe(), **change))
-    assert "rebuild" in str(caught.value)
 
 
 def test_missing_library_is_named(tmp_path) -> None:

@@ -98,8 +98,6 @@ class ScriptedExecutor:
         assert step.slot_mapping[begin:end].tolist() == slots[kv_len - (end - begin) :].tolist()
         return [int(token) for token in self.slots[slots]]
 
-    def set_busy(self, busy: bool) -> None: ...
-
     def close(self) -> None: ...
 
 

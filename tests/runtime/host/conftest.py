@@ -287,8 +287,6 @@ class ScriptedExecutor:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None: ...
 
-    def set_busy(self, busy: bool) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -309,7 +307,7 @@ class ScriptedEngine:
         link = CommandSocket(self._theirs)
         try:
             link.send(Ready())
-            run_engine_loop(self.core, self.executor, link)
+            run_engine_loop(self.core, link)
         except Disconnected:
             return
         except SystemExit as error:

@@ -4,10 +4,8 @@ import socket
 from collections.abc import Iterator
 from threading import Thread
 
-import numpy as np
 import pytest
 
-from castline.plugins.contract import StepTensors
 from castline.runtime.client import Stats
 from castline.runtime.engine_loop import CommandSocket, Disconnected, run_engine_loop
 from castline.runtime.events import Finish, FinishReason, SequenceEvent
@@ -55,31 +53,11 @@ class CountingCore:
         return Stats(num_running=len(self.live), steps=self.steps)
 
 
-class IdleExecutor:
-    """Notes every change between busy and idle."""
-
-    vocab_size = 8
-
-    def __init__(self) -> None:
-        self.busy: list[bool] = []
-
-    def set_busy(self, busy: bool) -> None:
-        self.busy.append(busy)
-
-    def copy_blocks(self, copies: object) -> None:
-        raise AssertionError
-
-    def execute(self, step: StepTensors) -> np.ndarray:
-        raise AssertionError
-
-    def close(self) -> None: ...
-
-
 class Loop:
     """A loop in a thread, and the serving side of its socket."""
 
     def __init__(self) -> None:
-        self.core, self.executor = CountingCore(), IdleExecutor()
+        self.core = CountingCore()
         self.ours, self._theirs = socket.socketpair()
         self.ours.settimeout(10)
         self._reader = report_reader()
@@ -91,7 +69,7 @@ class Loop:
     def _run(self) -> None:
         with self._theirs:
             try:
-                run_engine_loop(self.core, self.executor, CommandSocket(self._theirs))
+                run_engine_loop(self.core, CommandSocket(self._theirs))
             except BaseException as error:
                 self.outcome = error
 
@@ -137,14 +115,13 @@ def test_commands_that_arrive_together_share_a_step(loop: Loop) -> None:
     assert len(loop.report().events) == 64
 
 
-def test_an_idle_loop_blocks_and_an_idle_executor_is_told(loop: Loop) -> None:
-    """An engine that spins while idle burns a core; each change is told once, not every step."""
+def test_an_idle_loop_takes_no_step(loop: Loop) -> None:
+    """An engine that steps or spins while idle burns a core."""
     loop.send(Add(request("a", 5)))
     for _ in range(5):
         loop.report()
     loop.send(Add(request("b", 1)), Stop())
     loop.join()
-    assert loop.executor.busy in ([True, False, True], [True, False])
     assert loop.core.steps <= 6
 
 

@@ -25,8 +25,6 @@ class Recorder:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         raise AssertionError("a warm-up copies nothing")
 
-    def set_busy(self, busy: bool) -> None: ...
-
     def close(self) -> None: ...
 
 
