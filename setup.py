@@ -1,7 +1,7 @@
 """Compiles the CPU plugin: one shared library, each instruction set in a translation unit of its own.
 
-A source named *_avx512.cpp or *_avx2.cpp is compiled for that instruction set and is called only where the host has it;
-every other source is compiled for the baseline, so that one library runs on any host of the architecture.
+A source named *_amx.cpp, *_avx512.cpp, *_avxvnni.cpp or *_avx2.cpp is compiled for that instruction set and is called
+only where the host has it; every other source is compiled for the baseline, so that one library runs on any host of the architecture.
 """
 
 import platform
@@ -27,7 +27,8 @@ COMMON = [
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12's own avx512fintrin.h trips them
-ISA_FLAGS = {"_avx2": AVX2, "_avx512": AVX512}
+AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
+ISA_FLAGS = {"_avx2": AVX2, "_avxvnni": [*AVX2, "-mavxvnni"], "_avx512": AVX512, "_amx": AMX}
 
 
 def sources() -> list[str]:

@@ -24,6 +24,11 @@ KERNEL_ISA = (
     "avx512dq",
     "avx512vl",
     "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
     # aarch64: ONNX Runtime's matmuls
     "asimd",
     "asimddp",

@@ -1,6 +1,7 @@
 """The native library of the cpu target: where it is, whether it is the right one, and whether it works.
 
-The environment variable ``CASTLINE_ISA`` (portable, avx2, avx512) chooses the kernels of nodes created afterwards.
+The environment variable ``CASTLINE_ISA`` (portable, avx2, avxvnni, avx512 or amx) chooses the kernels of nodes that are
+created afterwards.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ from castline.engines.hashing import sha256_file
 from castline.engines.manifest import Plugin
 
 PLUGIN_NAME: Final = "castline_cpu"
-PLUGIN_VERSION: Final = "1"
+PLUGIN_VERSION: Final = "2"
 """Version of the node's contract and of the block layout; the pair of castline_plugin_version() in plugin.cpp."""
 MIN_ONNXRUNTIME: Final = (1, 23)
 

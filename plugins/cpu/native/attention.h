@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "isa.h"
+
 namespace castline {
 
 // Codes of castline.plugins.contract.
@@ -56,7 +58,7 @@ struct WorkItem {
 
 // The kernels of one instruction set.
 struct Kernels {
-  const char* isa;
+  Isa isa;
   int min_head_dim;
   // QK-norm, RoPE and quantise-and-append of one token; leaves its queries in step.output.
   void (*append)(const Attributes&, const Step&, int64_t token);

@@ -3,14 +3,24 @@
 
 #include <string>
 
-#include "attention.h"
-
 namespace castline {
 
-// The widest kernels of the host that take *head_dim*; the environment variable CASTLINE_ISA names another choice
-// (portable, avx2 or avx512). Returns nullptr and says why in *error* where that choice is unknown or the host lacks
-// it.
-const Kernels* select_kernels(int head_dim, std::string* error);
+// Ordered by preference. kAvx2: AVX2, FMA, F16C. kAvxVnni: kAvx2 and 256-bit VNNI. kAvx512: F, BW, DQ, VL, VNNI.
+// kAmx: kAvx512, AVX512_BF16, and tiles of bf16 and int8 that the system lets this process use.
+enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3, kAmx = 4 };
+
+const char* isa_name(Isa isa);
+
+// Whether this host can run code compiled for *isa*.
+bool host_has(Isa isa);
+
+// What the environment variable CASTLINE_ISA names (portable, avx2, avxvnni, avx512 or amx), or the widest of the host.
+// False, with the reason in *error*, where the name is unknown or the host lacks it. Kernels are the widest written
+// for this instruction set or for one that it contains (see runs_on).
+bool selected_isa(Isa* isa, std::string* error);
+
+// Whether a host that was told to use *selected* may run kernels written for *kernel*.
+bool runs_on(Isa kernel, Isa selected);
 
 // Names of the instruction sets this host can run, widest first, separated by commas.
 const std::string& available_isas();

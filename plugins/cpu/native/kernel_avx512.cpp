@@ -5,5 +5,5 @@
 
 namespace castline {
 extern const Kernels kAvx512Kernels;
-const Kernels kAvx512Kernels = {"avx512", 16, avx512::append, avx512::attend, avx512::merge};
+const Kernels kAvx512Kernels = {Isa::kAvx512, 16, avx512::append, avx512::attend, avx512::merge};
 }  // namespace castline

@@ -5,5 +5,5 @@
 
 namespace castline {
 extern const Kernels kPortableKernels;
-const Kernels kPortableKernels = {"portable", 8, portable::append, portable::attend, portable::merge};
+const Kernels kPortableKernels = {Isa::kPortable, 8, portable::append, portable::attend, portable::merge};
 }  // namespace castline

@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "checks.h"
-#include "isa.h"
+#include "attention_kernels.h"
 #include "node_reader.h"
 #include "partition.h"
 

@@ -7,15 +7,15 @@
 #define CASTLINE_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of the node's contract or of the block layout; castline.plugins.cpu.library holds its pair.
-CASTLINE_EXPORT const char* castline_plugin_version() { return "1"; }
+CASTLINE_EXPORT const char* castline_plugin_version() { return "2"; }
 
 CASTLINE_EXPORT const char* castline_available_isas() { return castline::available_isas().c_str(); }
 
-// The instruction set that nodes of any head_dim from 16 up would use now, or nullptr where CASTLINE_ISA is refused.
+// The instruction set whose kernels nodes created now use, or nullptr where CASTLINE_ISA is refused.
 CASTLINE_EXPORT const char* castline_active_isa() {
   std::string error;
-  const castline::Kernels* kernels = castline::select_kernels(castline::kMaxHeadDim, &error);
-  return kernels ? kernels->isa : nullptr;
+  castline::Isa isa;
+  return castline::selected_isa(&isa, &error) ? castline::isa_name(isa) : nullptr;
 }
 
 CASTLINE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
