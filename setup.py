@@ -1,7 +1,8 @@
 """Compiles the CPU plugin: one shared library, each instruction set in a translation unit of its own.
 
 A source named *_amx.cpp, *_avx512.cpp, *_avxvnni.cpp or *_avx2.cpp is compiled for that instruction set and is called
-only where the host has it; every other source is compiled for the baseline, so that one library runs on any host of the architecture.
+only where the host has it; every other source is compiled for the baseline, so that one library runs on any host of the
+architecture.
 """
 
 import platform

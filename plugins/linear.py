@@ -22,8 +22,8 @@ the same columns of the up-projection.
 - W8     ``[strips, G, 16]``, or ``[strips, 1, 16]`` with one scale a column (group = 0): ``d * (byte - 128)``
 
 **What is computed** for a row x [K]: ``h = x``, or with norm ``x / sqrt(mean(x^2) + norm_eps) * norm_weight``. Then
-``y = h W^T + bias``; then ``activation(gate) * up`` or ``activation(y)``; then ``+ residual``. Kernels may round h in one
-of two ways, of which the second is the nearer to h:
+``y = h W^T + bias``; then ``activation(gate) * up`` or ``activation(y)``; then ``+ residual``. Kernels may round h in
+one of two ways, of which the second is the nearer to h:
 
 - *narrow*: in groups of 32 along K to int8, ``s = max|h| / 127``, ``rint(h / s)``; dot products are exact integers.
 - *wide* (from ``wide_rows`` rows on, where the host has matrix units): to bf16, with weights rounded to bf16 or kept

@@ -18,8 +18,8 @@ class ScheduledSequence:
     all_logits: bool = False
     """Logits of every row are wanted (prompt logprobs)."""
     num_drafts: int = 0
-    """The last tokens of token_ids that are guesses. Logits of the row before them and of each of theirs are wanted, and
-    only the guesses that the model would have chosen itself are kept."""
+    """The last tokens of token_ids that are guesses. Logits of the row before them and of each of theirs are wanted,
+    and only the guesses that the model would have chosen itself are kept."""
 
 
 @dataclass(frozen=True, slots=True)
