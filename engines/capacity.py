@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from castline.engines.manifest import KvDtype, ModelFacts
 
-KV_ELEMENT_BYTES: dict[KvDtype, int] = {"fp32": 4, "bf16": 2, "int8": 1, "fp8": 1}
-SCALE_BYTES: dict[KvDtype, int] = {"fp32": 0, "bf16": 0, "int8": 4, "fp8": 0}
+KV_ELEMENT_BYTES: dict[KvDtype, int] = {"fp32": 4, "bf16": 2, "int8": 1, "fp8": 1, "fp16": 2}
+SCALE_BYTES: dict[KvDtype, int] = {"fp32": 0, "bf16": 0, "int8": 4, "fp8": 0, "fp16": 0}
 """Bytes of scale kept for each (token, kv head) of K and again of V."""
 
 

@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 MANIFEST_NAME = "engine.json"
 
 Target = Literal["cpu", "tensorrt", "tensorrt_rtx"]
-KvDtype = Literal["fp32", "bf16", "int8", "fp8"]
+KvDtype = Literal["fp32", "bf16", "int8", "fp8", "fp16"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 """Checked when a manifest is read: sizes are divided by."""
 
@@ -61,6 +61,18 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """The GPU that an engine was built for."""
+
+    sku: str
+    """Name of the file under engines/skus."""
+    device_name: str
+    """As the driver says it; empty where the engine was built with no such GPU present."""
+    compute_capability: str
+    """``8.9``"""
+
+
+@dataclass(frozen=True, slots=True)
 class Host:
     """The hardware and software that an engine was built for. ``isa`` is what the kernels were packed for."""
 
@@ -69,6 +81,8 @@ class Host:
     cpu: str
     isa: tuple[str, ...]
     cores: int
+    gpu: Gpu | None = None
+    """None for the cpu target."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,13 +69,19 @@ class KvDtypeCode(IntEnum):
     BF16 = 1
     INT8 = 2
     FP8 = 3
+    FP16 = 4
+    """GPUs only."""
 
+
+CPU_KV_DTYPES: Final = (KvDtypeCode.FP32, KvDtypeCode.BF16, KvDtypeCode.INT8, KvDtypeCode.FP8)
+GPU_KV_DTYPES: Final = (KvDtypeCode.FP8, KvDtypeCode.FP16, KvDtypeCode.BF16)
 
 KV_DTYPE_CODES: Final = {
     "fp32": KvDtypeCode.FP32,
     "bf16": KvDtypeCode.BF16,
     "int8": KvDtypeCode.INT8,
     "fp8": KvDtypeCode.FP8,
+    "fp16": KvDtypeCode.FP16,
 }
 
 
@@ -110,6 +116,9 @@ class AttentionAttributes:
 
     Output: [T, num_heads * head_dim] float32.
 
+    On GPUs qkv and the output are fp16 or bf16, cos, sin and the norm weights float32, and the pool is ``int8`` and a
+    second output as well, an alias of the input: TensorRT returns what a node mutates.
+
     For each token: QK-norm, RoPE on the first rotary_dim elements of each Q and K head, quantise K and V and append
     them at the token's slot; then attention of every query over the keys of its sequence at positions
     ``max(0, p - window + 1) .. p`` where p is the query's position (``kv_len - query_len + i`` for query i). K and V
@@ -117,8 +126,8 @@ class AttentionAttributes:
     Query heads h share kv head ``h // (num_heads / num_kv_heads)``. Scores are
     ``softcap * tanh(scale * q.k / softcap)`` where softcap > 0, else ``scale * q.k``.
 
-    What the pool gives back for a K or V head x of a token: fp32, x; bf16, x rounded to nearest, ties to even; fp8, x
-    rounded to e4m3fn, ties to even, saturating at 448 (no infinity); int8, ``scale * clip(rint(x / scale), -127, 127)``
+    What the pool gives back for a K or V head x of a token: fp32, x; bf16, x rounded to nearest, ties to even; fp16, the
+    same, saturating at 65504; fp8, x rounded to e4m3fn, ties to even, saturating at 448 (no infinity); int8, ``scale * clip(rint(x / scale), -127, 127)``
     with ``scale = max|x| / 127`` in float32, one for each (token, kv head) of K and of V, and 0 where scale is 0. The
     norm's mean square is a float64 sum, and RoPE rounds every product, so that implementations agree to the bit there.
     `castline.plugins.reference` is this text in NumPy.

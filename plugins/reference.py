@@ -15,6 +15,7 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 
 FP8_MAX = 448.0
+FP16_MAX = 65504.0
 INT8_MAX = np.float32(127.0)
 
 
@@ -109,6 +110,8 @@ def round_trip(x: Floats, kv_dtype: int) -> Floats:
     """What a pool of *kv_dtype* gives back for the heads *x* [..., head_dim]."""
     if kv_dtype == KvDtypeCode.BF16:
         return _bf16(x)
+    if kv_dtype == KvDtypeCode.FP16:
+        return np.clip(x, -FP16_MAX, FP16_MAX).astype(np.float16).astype(np.float32)
     if kv_dtype == KvDtypeCode.INT8:
         return _int8(x)
     if kv_dtype == KvDtypeCode.FP8:

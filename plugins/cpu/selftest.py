@@ -7,7 +7,7 @@ import numpy as np
 import onnxruntime
 
 from castline.engines.errors import EngineError
-from castline.plugins.contract import KV_DTYPE_CODES, AttentionAttributes, QkNorm, kv_pool_name
+from castline.plugins.contract import CPU_KV_DTYPES, AttentionAttributes, QkNorm, kv_pool_name
 from castline.plugins.cpu.library import PLUGIN_NAME, active_isa, library_path
 from castline.plugins.cpu.node_model import block_bytes, serialise_node_model
 from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
@@ -22,7 +22,7 @@ _BLOCKS: Final = 3
 def run_self_test() -> None:
     """Raises EngineError naming the KV dtype whose result is wrong; takes some milliseconds."""
     isa = active_isa()
-    for name, code in KV_DTYPE_CODES.items():
+    for code in CPU_KV_DTYPES:
         attributes = AttentionAttributes(
             layer=0,
             num_heads=4,
@@ -39,7 +39,7 @@ def run_self_test() -> None:
         error = float(np.abs(_run(attributes, inputs) - expected).max())
         if not error <= TOLERANCE:
             raise EngineError(
-                f"plugin {PLUGIN_NAME}: the self-test of {name} blocks with the {isa} kernels is off by "
+                f"plugin {PLUGIN_NAME}: the self-test of {code.name.lower()} blocks with the {isa} kernels is off by "
                 f"{error:.2g} (at most {TOLERANCE:g} is right); set CASTLINE_ISA to narrower kernels and report the CPU"
             )
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from castline.plugins.contract import AttentionAttributes, KvDtypeCode
+from castline.plugins.contract import CPU_KV_DTYPES, AttentionAttributes, KvDtypeCode
 from castline.plugins.cpu.library import available_isas
 
 LENGTH = 530  # three key tiles
@@ -36,7 +36,7 @@ def assert_same(rows, expected):
         np.testing.assert_array_equal(row, expected[token], err_msg=str(token))
 
 
-@pytest.fixture(params=[(isa, dtype) for isa in available_isas() for dtype in KvDtypeCode], ids=str)
+@pytest.fixture(params=[(isa, dtype) for isa in available_isas() for dtype in CPU_KV_DTYPES], ids=str)
 def isa_and_attributes(request, tools) -> tuple[str, AttentionAttributes]:
     isa, dtype = request.param
     return isa, tools.attributes(kv_dtype=int(dtype), num_heads=6, num_kv_heads=2, head_dim=24, window=301)

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from castline.plugins.contract import KvDtypeCode
+from castline.plugins.contract import CPU_KV_DTYPES
 from castline.plugins.cpu.library import available_isas
 
 
 @pytest.mark.parametrize("isa", available_isas())
-@pytest.mark.parametrize("kv_dtype", KvDtypeCode)
+@pytest.mark.parametrize("kv_dtype", CPU_KV_DTYPES)
 @pytest.mark.parametrize("head_dim", [24, 64])
 def test_only_the_steps_slots_change(tools, isa, kv_dtype, head_dim) -> None:
     """A store that spills past its slot corrupts another sequence's cache, and shows up as a wrong token much later."""
@@ -61,7 +61,7 @@ def test_slot_minus_one_writes_nothing(tools, isa) -> None:
 
 
 @pytest.mark.parametrize("isa", available_isas())
-@pytest.mark.parametrize("kv_dtype", KvDtypeCode)
+@pytest.mark.parametrize("kv_dtype", CPU_KV_DTYPES)
 def test_stale_slots_are_not_read(tools, isa, kv_dtype) -> None:
     """A block is reused with another sequence's leftovers in its tail; a NaN there must not reach this sequence."""
     attributes = tools.attributes(kv_dtype=int(kv_dtype), block_size=32)
