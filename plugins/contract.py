@@ -126,11 +126,11 @@ class AttentionAttributes:
     Query heads h share kv head ``h // (num_heads / num_kv_heads)``. Scores are
     ``softcap * tanh(scale * q.k / softcap)`` where softcap > 0, else ``scale * q.k``.
 
-    What the pool gives back for a K or V head x of a token: fp32, x; bf16, x rounded to nearest, ties to even; fp16, the
-    same, saturating at 65504; fp8, x rounded to e4m3fn, ties to even, saturating at 448 (no infinity); int8, ``scale * clip(rint(x / scale), -127, 127)``
-    with ``scale = max|x| / 127`` in float32, one for each (token, kv head) of K and of V, and 0 where scale is 0. The
-    norm's mean square is a float64 sum, and RoPE rounds every product, so that implementations agree to the bit there.
-    `castline.plugins.reference` is this text in NumPy.
+    What the pool gives back for a K or V head x of a token: fp32, x; bf16, x rounded to nearest, ties to even; fp16,
+    the same, saturating at 65504; fp8, x rounded to e4m3fn, ties to even, saturating at 448 (no infinity); int8,
+    ``scale * clip(rint(x / scale), -127, 127)`` with ``scale = max|x| / 127`` in float32, one for each (token, kv head)
+    of K and of V, and 0 where scale is 0. The norm's mean square is a float64 sum, and RoPE rounds every product, so
+    that implementations agree to the bit there. `castline.plugins.reference` is this text in NumPy.
 
     Shapes, slots, lengths and the block ids that are read are checked: a wrong one is an error that names the tensor.
     query_tile and kv_split change the time of a step and nothing else: a row's result depends, to the bit, on its own
