@@ -19,8 +19,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from castline.builder.gguf import DEMO, demo_path, load_gguf
+from castline.builder.gguf import load_gguf
 from castline.builder.memory import require_memory
+from castline.builder.model_source import DEMO, demo_path
 from castline.builder.probe import ModelProbe, probe_model
 from castline.engines.errors import BuildError
 from castline.engines.manifest import ModelFacts

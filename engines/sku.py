@@ -13,7 +13,7 @@ import msgspec
 
 from castline.engines.errors import EngineError
 from castline.engines.manifest import KvDtype, Target
-from castline.engines.precision import RateName, gpu_weights
+from castline.engines.precision import GPU_WEIGHTS, RateName, gpu_weights
 
 SKU_DIRECTORY = Path(__file__).parent / "skus"
 HOST_SKU = "cpu"
@@ -148,7 +148,12 @@ GPU_KV_DTYPES: tuple[KvDtype, ...] = ("fp8", "fp16", "bf16")
 
 def check_precision(sku: Sku, recipe: str, kv_dtype: str) -> None:
     """Raises EngineError where *sku* cannot compute with those weights and KV blocks."""
-    sku.flops_per_s(gpu_weights(recipe).rate)
+    if getattr(sku.dense_tflops, gpu_weights(recipe).rate) is None:
+        possible = [form.name for form in GPU_WEIGHTS.values() if getattr(sku.dense_tflops, form.rate) is not None]
+        raise EngineError(
+            f"{sku.title} (compute capability {sku.compute_capability}) cannot multiply {recipe} weights; "
+            f"choose {', '.join(possible)}"
+        )
     if kv_dtype not in GPU_KV_DTYPES:
         raise EngineError(f"KV blocks of {kv_dtype} are not for GPUs; choose {', '.join(GPU_KV_DTYPES)}")
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from castline.builder import gguf, memory, probe
 from castline.builder.checkpoint import load_checkpoint, merge_ids
-from castline.builder.gguf import model_name
+from castline.builder.model_source import model_name
 from castline.engines.errors import BuildError
 
 
