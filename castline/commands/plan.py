@@ -1,5 +1,6 @@
 """`castline plan`: options and tables. The arithmetic is `castline.planning`."""
 
+import dataclasses
 from typing import Any, get_args
 
 import click
@@ -104,15 +105,21 @@ def to_json(report: Report) -> str:
             "num_tokens": memory.pool.num_tokens,
             "max_concurrency": memory.pool.max_concurrency,
         },
-        "roofline": report.speeds
-        and {
-            "share_of_peak": 1.0,
-            "bandwidth_gb_per_s": report.engine.sku and report.engine.sku.bandwidth_gb_per_s,
-            "dense_tflops": report.engine.sku and report.engine.sku.dense_tflops,
-            "speeds": report.speeds,
-        },
+        "roofline": _roofline(report),
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+
+
+def _roofline(report: Report) -> dict[str, Any] | None:
+    if report.speeds is None or report.engine.sku is None:
+        return None
+    sku = report.engine.sku
+    return {
+        "share_of_peak": 1.0,
+        "bandwidth_gb_per_s": sku.bandwidth_gb_per_s,
+        "dense_tflops": sku.dense_tflops,
+        **dataclasses.asdict(report.speeds),
+    }
 
 
 def lines(report: Report) -> list[str]:
@@ -158,7 +165,7 @@ def _kv_lines(report: Report) -> list[str]:
     pool = report.memory.pool
     return [
         "KV cache",
-        f"  blocks     {pool.num_blocks:,} of {pool.block_size} tokens; {pool.bytes_per_block:,} bytes each in all layers",
+        f"  blocks     {pool.num_blocks:,} of {pool.block_size} tokens; {pool.bytes_per_block:,} bytes each",
         f"  tokens     {pool.num_tokens:,}",
         f"  maximum concurrency at max_model_len ({pool.max_model_len}): {pool.max_concurrency:.2f}x",
     ]
