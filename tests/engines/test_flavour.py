@@ -35,7 +35,7 @@ def test_tensorrt_builds_for_the_gpu_that_is_here() -> None:
     ],
 )
 def test_hopper_says_in_one_line_what_it_needs(installed: set[str], gpu: Gpu | None, words: list[str]) -> None:
-    """9.0 and 10.0 need TensorRT and the GPU: the line names what is missing here, and what can be built all the same."""
+    """9.0 and 10.0 need TensorRT and the GPU: the line names what is missing here, and what builds all the same."""
     with pytest.raises(EngineError) as caught:
         choose_flavour(load_sku("h100-sxm"), "tensorrt", installed, gpu)  # type: ignore[arg-type]
     message = str(caught.value)

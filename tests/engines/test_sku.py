@@ -18,7 +18,8 @@ from castline.engines.sku import (
 )
 
 WANTED = {
-    "a10", "a100-40", "a100-80", "l4", "l40s", "rtx4090", "rtx5090", "rtxpro6000", "h100-sxm", "h100-pcie", "h200", "b200",
+    "a10", "a100-40", "a100-80", "l4", "l40s", "rtx4090", "rtx5090", "rtxpro6000",
+    "h100-sxm", "h100-pcie", "h200", "b200",
 }  # fmt: skip
 L4 = (SKU_DIRECTORY / "l4.toml").read_text()
 
@@ -140,5 +141,5 @@ def test_precisions_a_chip_lacks_are_refused_with_those_it_has() -> None:
 
 def test_rtx_is_refused_where_it_does_not_build() -> None:
     """C02: said before the build, with the target that does."""
-    with pytest.raises(EngineError, match="h200 has 9.0; use --target tensorrt"):
+    with pytest.raises(EngineError, match=r"h200 has 9\.0; use --target tensorrt"):
         check_flavour(load_sku("h200"), "tensorrt_rtx")
