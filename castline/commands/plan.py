@@ -126,7 +126,7 @@ def lines(report: Report) -> list[str]:
     """The tables, at most 80 columns wide."""
     found = [*_engine_lines(report), "", *_memory_lines(report), "", *_kv_lines(report), ""]
     if report.speeds is None:
-        return [*found, "speed  not estimated: no datasheet tells the bandwidth of this machine's processor"]
+        return [*found, "speed  not estimated: no datasheet tells this processor's bandwidth and peak"]
     assert report.engine.sku is not None
     return [*found, *_speed_lines(report.speeds, report.engine.sku, report.engine.recipe)]
 
