@@ -50,7 +50,7 @@ def check_host(
                 [
                     f"the engine of {manifest.model.name} was not built for this host:",
                     *lines,
-                    f"rebuild it {_for_this_host(manifest, host)}",
+                    _cure(manifest, host),
                 ]
             )
         )
@@ -62,12 +62,17 @@ def check_host(
         )
 
 
-def _for_this_host(manifest: Manifest, host: Host) -> str:
-    """The command that cures a mismatch, with the SKU that is here: the old command names the one it was built for."""
-    if manifest.host.gpu is None or host.gpu is None or host.gpu.sku in ("", manifest.host.gpu.sku):
-        return f"here: {manifest.rebuild_command}"
-    words = manifest.rebuild_command.replace(f"--sku {manifest.host.gpu.sku}", f"--sku {host.gpu.sku}")
-    return f"for {host.gpu.sku}: {words}"
+def _cure(manifest: Manifest, host: Host) -> str:
+    """What to do about a mismatch. The old command names the SKU it was built for, which may not be what is here."""
+    built, found, command = manifest.host.gpu, host.gpu, manifest.rebuild_command
+    if built is None or (found is not None and found.sku == built.sku):
+        return f"rebuild it here: {command}"
+    if found is None:
+        return f"serve it on a machine with a {built.sku} and its driver, or build the model with --target cpu"
+    here = command.replace(f"--sku {built.sku}", f"--sku {found.sku or 'NAME'}")
+    if not found.sku:
+        return f"write engines/skus/NAME.toml for the {found.device_name}, and rebuild it for that: {here}"
+    return f"rebuild it for {found.sku}: {here}"
 
 
 def check_files(bundle: Path, manifest: Manifest) -> None:

@@ -212,7 +212,10 @@ def test_a_gpu_engine_runs_on_its_sku(gpu_manifest: Manifest) -> None:
         (
             Gpu("", "NVIDIA GeForce RTX 4080", "8.9"),
             "1.7.1",
-            ["host.gpu.sku: built with l4, found a GPU with no file under engines/skus (NVIDIA GeForce RTX 4080)"],
+            [
+                "host.gpu.sku: built with l4, found a GPU with no file under engines/skus (NVIDIA GeForce RTX 4080)",
+                "write engines/skus/NAME.toml for the NVIDIA GeForce RTX 4080, and rebuild it for that",
+            ],
         ),
         (L4, "1.8.0", ["tool_versions.tensorrt_rtx: built with 1.7.1, found 1.8.0"]),
         (L4, None, ["tool_versions.tensorrt_rtx: built with 1.7.1, found not installed"]),
@@ -225,8 +228,11 @@ def test_another_gpu_or_runtime_is_refused(
     message = refusal(gpu_manifest, replace(RTX, gpu=found), runtime=runtime)
     for line in lines:
         assert line in message
-    there = found.sku if found and found.sku else "l4"
-    assert f"castline build smol --target tensorrt --output models --sku {there} --recipe fp8" in message
+    if found is None:
+        assert "serve it on a machine with a l4 and its driver, or build the model with --target cpu" in message
+    else:
+        command = f"castline build smol --target tensorrt --output models --sku {found.sku or 'NAME'} --recipe fp8"
+        assert command in message
 
 
 def test_a_plan_tuned_on_one_board_wants_that_board(gpu_manifest: Manifest) -> None:
