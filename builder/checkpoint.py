@@ -19,8 +19,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from castline.builder.gguf import DEMO, demo_path, load_gguf
+from castline.builder.gguf import load_gguf
 from castline.builder.memory import require_memory
+from castline.builder.model_source import DEMO, demo_path
 from castline.builder.probe import ModelProbe, probe_model
 from castline.engines.errors import BuildError
 from castline.engines.manifest import ModelFacts
@@ -270,8 +271,15 @@ def _finish(model: Any, tokenizer: Any, name: str, source: str, end_ids: tuple[i
         eos_token_ids=merge_ids([*configured, tokenizer.eos_token_id, list(end_ids)]),
         bos_token_id=bos,
         windows=windows if any(windows) else (),
+        num_lookup_parameters=_lookup_parameters(model),
     )
     return Checkpoint(model, tokenizer, facts, probe)
+
+
+def _lookup_parameters(model: Any) -> int:
+    """Of the embedding, where the head has a matrix of its own."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return 0 if embedding is head else int(embedding.numel())
 
 
 def merge_ids(sources: Iterable[int | list[int] | None]) -> tuple[int, ...]:

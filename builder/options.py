@@ -7,18 +7,32 @@ from typing import Literal, get_args
 
 from castline.builder.recipes import DEFAULT_RECIPE, recipe
 from castline.engines.bundle import MAX_VERSION, MODEL_NAME_RULE, is_model_name
-from castline.engines.errors import BuildError
+from castline.engines.errors import BuildError, EngineError
 from castline.engines.manifest import KvDtype, Target
+from castline.engines.sku import all_skus, check_flavour, check_precision, load_sku
 
-KvDtypeChoice = Literal["auto", "fp32", "bf16", "int8", "fp8"]
+KvDtypeChoice = Literal["auto", "fp32", "bf16", "int8", "fp8", "fp16"]
+CPU_KV_DTYPES: tuple[KvDtype, ...] = ("fp32", "bf16", "int8", "fp8")
 
 DEFAULT_BLOCK_SIZE = 32
 BLOCK_SIZES = (16, 32, 64, 128)
+GPU_BLOCK_SIZES = (16, 32, 64)
 MAX_MODEL_LEN_CAP = 32768
 """Without --max-model-len a model of a longer context is served up to here."""
 
-AUTO_KV_DTYPE: dict[Target, KvDtype] = {"cpu": "int8", "tensorrt": "fp8", "tensorrt_rtx": "fp8"}
-"""On a CPU int8 with a scale for each token and head is faster and nearer to fp32 than fp8."""
+AUTO_KV_DTYPE: KvDtype = "int8"
+"""On a CPU int8 with a scale for each token and head is faster and nearer to fp32 than fp8. A SKU names its own."""
+
+REBUILD_OPTIONS = (
+    "name",
+    "recipe",
+    "kv_dtype",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "threads",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,10 @@ class BuildOptions:
     model: str
     output: Path
     target: Target = "cpu"
+    sku: str | None = None
+    """The GPU to build for, of a file under engines/skus; None for the cpu target."""
+    kernels_only: bool = False
+    """Graph, kernels and manifest without the plan, which may need TensorRT and the GPU."""
     name: str | None = None
     version: int | None = None
     recipe: str = DEFAULT_RECIPE
@@ -43,12 +61,6 @@ class BuildOptions:
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.target != "cpu":
-            raise BuildError(
-                f"--target {self.target} is not in this version of castline: it builds for the cpu target only; "
-                "leave --target out, or use --target cpu"
-            )
-        recipe(self.recipe)
         if self.kv_dtype not in get_args(KvDtypeChoice):
             raise BuildError(f"--kv-dtype {self.kv_dtype!r} is unknown; choose {', '.join(get_args(KvDtypeChoice))}")
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
@@ -68,10 +80,49 @@ class BuildOptions:
             )
         if self.name is not None and not is_model_name(self.name):
             raise BuildError(f"--name {self.name!r} is not valid: a name takes {MODEL_NAME_RULE}")
+        if self.target == "cpu":
+            self._check_cpu()
+        else:
+            self._check_gpu()
+            raise BuildError(
+                f"--target {self.target} is not in this version of castline: it builds for the cpu target only; "
+                "leave --target and --sku out, or use --target cpu"
+            )
+
+    def _check_cpu(self) -> None:
+        if self.sku is not None:
+            raise BuildError(
+                f"--sku {self.sku} is a GPU, and --target cpu builds for this machine's processor: leave --sku out, "
+                "or use --target tensorrt"
+            )
+        if self.kernels_only:
+            raise BuildError("--kernels-only is for GPUs, whose plan may need TensorRT: leave it out with --target cpu")
+        if self.kv_dtype not in ("auto", *CPU_KV_DTYPES):
+            raise BuildError(f"--kv-dtype {self.kv_dtype} is for GPUs; on a cpu choose {', '.join(CPU_KV_DTYPES)}")
+        recipe(self.recipe)
+
+    def _check_gpu(self) -> None:
+        if self.sku is None:
+            known = ", ".join(sku.name for sku in all_skus())
+            raise BuildError(f"--target {self.target} needs a --sku, the GPU to build for; known are {known}")
+        try:
+            sku = load_sku(self.sku)
+            check_flavour(sku, self.target)
+            check_precision(sku, self.recipe, self.resolved_kv_dtype)
+        except EngineError as error:
+            raise BuildError(f"--sku {self.sku}, --recipe {self.recipe}, --kv-dtype {self.kv_dtype}: {error}") from None
+        if self.threads is not None:
+            raise BuildError(f"--threads {self.threads} is of the cpu target: leave it out with --target {self.target}")
+        if self.block_size is not None and self.block_size not in GPU_BLOCK_SIZES:
+            raise BuildError(
+                f"--block-size {self.block_size} must be one of {', '.join(map(str, GPU_BLOCK_SIZES))} on GPUs"
+            )
 
     @property
     def resolved_kv_dtype(self) -> KvDtype:
-        return AUTO_KV_DTYPE[self.target] if self.kv_dtype == "auto" else self.kv_dtype
+        if self.kv_dtype != "auto":
+            return self.kv_dtype
+        return AUTO_KV_DTYPE if self.sku is None else load_sku(self.sku).defaults.kv_dtype
 
     def resolve_max_model_len(self, max_position: int) -> int:
         """Tokens of the longest sequence. Raises BuildError where more is asked than the model's positions."""
@@ -87,15 +138,16 @@ class BuildOptions:
     def rebuild_command(self) -> str:
         """The command that builds this engine again on another host."""
         words = ["castline", "build", self.model, "--target", self.target, "--output", str(self.output)]
+        words += [] if self.sku is None else ["--sku", self.sku]
+        # A SKU has defaults of its own: what it would fill in is said.
+        said = () if self.sku is None else ("recipe", "kv_dtype", "max_num_seqs", "max_num_batched_tokens")
         defaults = BuildOptions(self.model, self.output)
-        for flag in ("name", "recipe", "kv_dtype", "block_size", "max_model_len", "max_num_seqs"):
-            words += self._flag(flag, defaults)
-        words += self._flag("max_num_batched_tokens", defaults) + self._flag("threads", defaults)
+        for field in REBUILD_OPTIONS:
+            value = getattr(self, field)
+            if field in said or value != getattr(defaults, field):
+                words += [f"--{field.replace('_', '-')}", str(value)]
+        words += ["--kernels-only"] if self.kernels_only else []
         words += [] if self.tune else ["--no-tune"]
         words += [] if self.verify else ["--no-verify"]
         words += ["--allow-unverified"] if self.allow_unverified else []
         return shlex.join(words)
-
-    def _flag(self, field: str, defaults: "BuildOptions") -> list[str]:
-        value = getattr(self, field)
-        return [] if value == getattr(defaults, field) else [f"--{field.replace('_', '-')}", str(value)]

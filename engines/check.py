@@ -9,10 +9,19 @@ from pathlib import Path
 
 from castline.engines.errors import EngineError, ManifestMismatch
 from castline.engines.hashing import sha256_file
-from castline.engines.manifest import BundleFile, Host, Manifest, Plugin
+from castline.engines.manifest import BundleFile, Gpu, Host, Manifest, Plugin, Target
 
 RUNTIME_TOOLS: dict[str, str] = {"cpu": "onnxruntime", "tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
 """The library that executes an engine of each target; its version at the build is in ``tool_versions``."""
+
+TOOL_DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
+    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu13-bindings", "tensorrt-cu12", "tensorrt-cu12-bindings"),
+    "tensorrt_rtx": ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu12-bindings"),
+}
+"""Names that each library is published under: all of a name give the same module."""
+
+GPU_TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt_rtx")
 
 SMALL_FILE_BYTES = 16 << 20
 
@@ -41,7 +50,7 @@ def check_host(
                 [
                     f"the engine of {manifest.model.name} was not built for this host:",
                     *lines,
-                    f"rebuild it here: {manifest.rebuild_command}",
+                    _cure(manifest, host),
                 ]
             )
         )
@@ -51,6 +60,19 @@ def check_host(
             f"the engine of {manifest.model.name} {found} against its reference model: it may answer wrongly. "
             f"Rebuild it with verification ({manifest.rebuild_command}), or accept that with --allow-unverified"
         )
+
+
+def _cure(manifest: Manifest, host: Host) -> str:
+    """What to do about a mismatch. The old command names the SKU it was built for, which may not be what is here."""
+    built, found, command = manifest.host.gpu, host.gpu, manifest.rebuild_command
+    if built is None or (found is not None and found.sku == built.sku):
+        return f"rebuild it here: {command}"
+    if found is None:
+        return f"serve it on a machine with a {built.sku} and its driver, or build the model with --target cpu"
+    here = command.replace(f"--sku {built.sku}", f"--sku {found.sku or 'NAME'}")
+    if not found.sku:
+        return f"write engines/skus/NAME.toml for the {found.device_name}, and rebuild it for that: {here}"
+    return f"rebuild it for {found.sku}: {here}"
 
 
 def check_files(bundle: Path, manifest: Manifest) -> None:
@@ -72,6 +94,7 @@ def _mismatches(
         yield "host.target", built.target, host.target
     if built.machine != host.machine:
         yield "host.machine", built.machine, host.machine
+    yield from _gpu_mismatches(built.gpu, host.gpu)
     lacking = [name for name in built.isa if name not in host.isa]
     if lacking:
         yield "host.isa", " ".join(built.isa), f"{' '.join(host.isa) or 'none'} (lacks {' '.join(lacking)})"
@@ -83,6 +106,29 @@ def _mismatches(
             if wanted != found:
                 yield f"plugin.{name}", wanted, found
     yield from _runtime_mismatch(manifest, runtime_version)
+
+
+def _gpu_mismatches(built: Gpu | None, found: Gpu | None) -> Iterator[tuple[str, str, str]]:
+    """A plan and its kernels run on the very chip they were compiled for; tuning and memory are the SKU's."""
+    if built is None:
+        return
+    if found is None:
+        yield "host.gpu", _describe_gpu(built), "no NVIDIA driver or no GPU"
+        return
+    if built.compute_capability != found.compute_capability:
+        yield "host.gpu.compute_capability", built.compute_capability, _of_device(found, found.compute_capability)
+    if built.sku != found.sku:
+        yield "host.gpu.sku", built.sku, _of_device(found, found.sku or "a GPU with no file under engines/skus")
+    elif built.device_name and built.device_name != found.device_name:
+        yield "host.gpu.device_name", built.device_name, found.device_name
+
+
+def _describe_gpu(gpu: Gpu) -> str:
+    return f"{gpu.sku} (compute capability {gpu.compute_capability})"
+
+
+def _of_device(gpu: Gpu, value: str) -> str:
+    return f"{value} ({gpu.device_name})"
 
 
 def _runtime_mismatch(manifest: Manifest, runtime_version: str | None) -> Iterator[tuple[str, str, str]]:

@@ -39,6 +39,8 @@ class ModelFacts:
     bos_token_id: int | None
     windows: tuple[int, ...] = ()
     """Sliding window of each layer in tokens, 0 for full attention; empty when every layer is full."""
+    num_lookup_parameters: int = 0
+    """Of an embedding that is only looked up; 0 where it serves as the head too."""
 
 
 @dataclass(frozen=True, slots=True)

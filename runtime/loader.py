@@ -4,28 +4,20 @@ Planning reads the manifest and the host, and no weight: it takes milliseconds, 
 refusal comes before anything is deserialised or allocated.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from castline.engines.bundle import find_bundle
-from castline.engines.capacity import KvCapacity, blocks_for, plan_kv
-from castline.engines.check import RUNTIME_TOOLS, check_files, check_host, verify_files
+from castline.engines.capacity import KvCapacity
+from castline.engines.check import GPU_TARGETS, RUNTIME_TOOLS, TOOL_DISTRIBUTIONS, check_files, check_host, verify_files
 from castline.engines.errors import EngineError
+from castline.engines.gpu import FoundGpu, detect_gpu
 from castline.engines.host import available_memory_bytes, detect_host
-from castline.engines.manifest import MANIFEST_NAME, Manifest, Plugin, read_manifest
+from castline.engines.manifest import MANIFEST_NAME, Host, Manifest, Plugin, read_manifest
+from castline.engines.memory_plan import Asked, bundle_bytes, memory_policy, plan_memory
 from castline.plugins.cpu.library import describe
 from castline.runtime.client import EffectiveLimits
-
-DEFAULT_UTILIZATION = 0.8
-"""Share of the available memory that an engine may take where the user does not say."""
-
-DEFAULT_POOL_BYTES = 512 << 20
-"""Bound of the pool where the user does not say. Every page of the pool is touched before the engine is ready, so that
-no request pays for it: 0.1 s for 512 MiB of huge pages, and up to 0.8 s in a virtual machine that has to get them from
-its host first. --kv-blocks or --memory-utilization lift the bound, and the start takes what it takes."""
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +60,8 @@ def plan_engine(repository: Path | str, options: LoadOptions | None = None) -> E
     options = options or LoadOptions()
     bundle = find_bundle(Path(repository), options.model, options.version)
     manifest = read_manifest(bundle)
-    host = detect_host("cpu")
+    gpu = None if manifest.host.target == "cpu" else detect_gpu()
+    host = _host_for(manifest, gpu)
     check_host(
         manifest,
         host,
@@ -80,13 +73,13 @@ def plan_engine(repository: Path | str, options: LoadOptions | None = None) -> E
     check_files(bundle, manifest)
     if options.verify_files:
         verify_files(bundle, manifest)
-    limits, pool = reconcile_limits(manifest, options, available_memory_bytes())
+    limits, pool = reconcile_limits(manifest, options, gpu.free_bytes if gpu else available_memory_bytes())
     return EnginePlan(bundle, manifest, limits, pool, _threads(manifest, options, host.cores))
 
 
 def installed_version(tool: str) -> str | None:
-    """Version of an installed inference library, without importing it. Its GPU distribution has the same module."""
-    for distribution in (tool, f"{tool}-gpu"):
+    """Version of an installed inference library, without importing it, under any of the names it is published by."""
+    for distribution in TOOL_DISTRIBUTIONS[tool]:
         try:
             return version(distribution)
         except PackageNotFoundError:
@@ -97,33 +90,44 @@ def installed_version(tool: str) -> str | None:
 def reconcile_limits(
     manifest: Manifest, options: LoadOptions, available_bytes: int
 ) -> tuple[EffectiveLimits, KvCapacity]:
-    """The limits in force and the pool, for a host with *available_bytes* of memory. Raises EngineError."""
-    built = manifest.limits
-    max_model_len = _at_most("--max-model-len", options.max_model_len, built.max_model_len, least=2)
-    max_num_seqs = _at_most("--max-num-seqs", options.max_num_seqs, built.max_num_seqs, least=1)
-    max_tokens = _at_most(
-        "--max-num-batched-tokens", options.max_num_batched_tokens, built.max_num_batched_tokens, least=1
-    )
-    if max_tokens < max_num_seqs:
-        raise EngineError(
-            f"--max-num-batched-tokens {max_tokens} is under --max-num-seqs {max_num_seqs}, and every running sequence "
-            f"takes a token of each step: lower --max-num-seqs to {max_tokens}, or raise --max-num-batched-tokens"
-        )
-    if options.kv_blocks is not None and options.kv_blocks < 1:
-        raise EngineError(f"--kv-blocks {options.kv_blocks} is too small: give at least 1")
+    """The limits in force and the pool, for a device with *available_bytes* of memory. Raises EngineError."""
     if options.max_waiting < 0:
         raise EngineError(f"--max-waiting {options.max_waiting} is negative: give 0 or more")
-    pool = _plan_pool(manifest, options, available_bytes, max_model_len, max_num_seqs, max_tokens)
+    plan = plan_memory(
+        manifest.model,
+        manifest.precision.kv_dtype,
+        manifest.limits,
+        bundle_bytes(manifest),
+        available_bytes,
+        Asked(
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            kv_blocks=options.kv_blocks,
+            memory_utilization=options.memory_utilization,
+        ),
+        memory_policy(manifest.host),
+    )
     limits = EffectiveLimits(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_tokens,
-        block_size=built.block_size,
-        num_blocks=pool.num_blocks,
-        max_concurrency=pool.max_concurrency,
+        max_model_len=plan.limits.max_model_len,
+        max_num_seqs=plan.limits.max_num_seqs,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+        block_size=plan.limits.block_size,
+        num_blocks=plan.pool.num_blocks,
+        max_concurrency=plan.pool.max_concurrency,
         max_waiting=options.max_waiting,
     )
-    return limits, pool
+    return limits, plan.pool
+
+
+def _host_for(manifest: Manifest, gpu: FoundGpu | None) -> Host:
+    """This host as the engine would use it: with its GPU for an engine of one, and the flavour that is installed."""
+    wanted = manifest.host.target
+    if gpu is None:
+        return detect_host("cpu")
+    installed = [flavour for flavour in GPU_TARGETS if installed_version(RUNTIME_TOOLS[flavour]) is not None]
+    target = wanted if wanted in installed or not installed else installed[0]
+    return replace(detect_host(target), gpu=gpu.manifest())
 
 
 def installed_plugin() -> Plugin | None:
@@ -142,18 +146,6 @@ def _check_graph_file(bundle: Path, manifest: Manifest) -> None:
         )
 
 
-def _at_most(option: str, asked: int | None, built: int, *, least: int) -> int:
-    if asked is None:
-        return built
-    if asked < least:
-        raise EngineError(f"{option} {asked} is too small: give at least {least}")
-    if asked > built:
-        raise EngineError(
-            f"{option} {asked} is over the engine's {built}: lower it, or rebuild the engine with {option} {asked}"
-        )
-    return asked
-
-
 def _threads(manifest: Manifest, options: LoadOptions, cores: int) -> int:
     """The tuner's choice, cut to the cores of this host; more threads than cores only wait for each other."""
     if options.threads is None:
@@ -161,55 +153,3 @@ def _threads(manifest: Manifest, options: LoadOptions, cores: int) -> int:
     if not 1 <= options.threads <= cores:
         raise EngineError(f"--threads {options.threads} does not fit this host: give 1 to {cores}, its usable cores")
     return options.threads
-
-
-def _plan_pool(
-    manifest: Manifest,
-    options: LoadOptions,
-    available_bytes: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    max_tokens: int,
-) -> KvCapacity:
-    block_size, kv_dtype = manifest.limits.block_size, manifest.precision.kv_dtype
-    needed = blocks_for(max_model_len, block_size)
-    utilization = DEFAULT_UTILIZATION if options.memory_utilization is None else options.memory_utilization
-    if not 0 < utilization <= 1:
-        raise EngineError(f"--memory-utilization {utilization} is not a share: give more than 0, at most 1")
-    engine_bytes = _engine_bytes(manifest, max_tokens)
-    budget = int(utilization * available_bytes) - engine_bytes
-    fitting = plan_kv(manifest.model, kv_dtype, block_size, max_model_len, budget)
-    asked = options.kv_blocks
-    if asked is None and options.memory_utilization is None:
-        bound = max(needed, min(max_num_seqs * needed, DEFAULT_POOL_BYTES // fitting.bytes_per_block))
-        asked = min(fitting.num_blocks, bound)
-    pool = plan_kv(manifest.model, kv_dtype, block_size, max_model_len, budget, asked)
-    if pool.num_blocks < needed:
-        holds = pool.num_tokens
-        cure = f"raise --kv-blocks to {needed}" if options.kv_blocks is not None else "raise --memory-utilization"
-        if holds >= 2:
-            cure += f", or lower --max-model-len to {holds}"
-        raise EngineError(
-            f"the pool would have {pool.num_blocks} KV blocks of {block_size} tokens, and one sequence of "
-            f"max_model_len {max_model_len} needs {needed} ({needed * pool.bytes_per_block / MIB:.0f} MiB; there are "
-            f"{max(0, budget) / MIB:.0f} MiB: {utilization:.0%} of {available_bytes / MIB:.0f} MiB available, less "
-            f"{engine_bytes / MIB:.0f} MiB for weights and a step): {cure}"
-        )
-    if pool.total_bytes > available_bytes - engine_bytes:
-        raise EngineError(
-            f"--kv-blocks {pool.num_blocks} takes {pool.total_bytes / MIB:.0f} MiB, and "
-            f"{available_bytes / MIB:.0f} MiB are available, less {engine_bytes / MIB:.0f} MiB for weights and a step: "
-            f"lower it to {max(0, available_bytes - engine_bytes) // pool.bytes_per_block}"
-        )
-    return pool
-
-
-def _engine_bytes(manifest: Manifest, max_tokens: int) -> int:
-    """Upper bound of what the engine takes beside the pool: its files, and the buffers of the largest step.
-
-    A step holds a few hidden-size rows a token (16 covers a gate-and-up matmul's output at 4 x hidden), and float32
-    logits of every token where prompt log-probabilities are asked for.
-    """
-    files = sum(file.size for file in manifest.files.values())
-    step = max_tokens * 4 * (manifest.model.vocab_size + 16 * manifest.model.hidden_size)
-    return files + step

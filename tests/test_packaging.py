@@ -57,3 +57,6 @@ def test_the_wheel_is_whole(names: list[str]) -> None:
         "castline/server/proto/castline.proto",
     ):
         assert data in names
+    files = [path.relative_to(ROOT) for folder in ("skus", "recipes") for path in (ROOT / "engines" / folder).iterdir()]
+    assert files, "no SKUs and no recipes"
+    assert {f"castline/{path.as_posix()}" for path in files} <= set(names)

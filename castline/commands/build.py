@@ -1,51 +1,69 @@
 """`castline build`: the options, and the interruptions. What a build does is `castline.builder.pipeline`."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
 from castline.builder.options import BLOCK_SIZES, BuildOptions, KvDtypeChoice
 from castline.builder.recipes import DEFAULT_RECIPE, RECIPES
+from castline.engines.build_recipe import BuildRecipe
 from castline.engines.errors import BuildError
 from castline.engines.manifest import Target
+from castline.engines.precision import GPU_WEIGHTS
+from castline.engines.sku import Sku
+from castline.option_types import WEIGHT_RECIPES, RecipeChoice, SkuChoice, merge, sku_defaults
 
 _DEFAULTS = BuildOptions("", Path())
 _RECIPE_HELP = "; ".join(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values())
+_GPU_RECIPE_HELP = "; ".join(f"{form.name}: {form.summary}" for form in GPU_WEIGHTS.values())
+DEFAULT_OUTPUT = Path("models")
 _NEEDED = ("torch", "transformers", "safetensors", "onnx", "onnx_ir", "onnxscript", "gguf", "matplotlib", "rich")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    required=True,
-    help="Repository to write into: the engine becomes OUTPUT/NAME/VERSION.",
+    help="Repository to write into: the engine becomes OUTPUT/NAME/VERSION.  [default: models, or models/SKU]",
 )
 @click.option(
-    "--target", type=click.Choice(get_args(Target)), default="cpu", show_default=True, help="Kind of hardware."
+    "--target",
+    type=click.Choice(get_args(Target)),
+    help="Kind of hardware; `tensorrt` takes TensorRT for RTX where it is what can build.  "
+    "[default: cpu, or tensorrt with a --sku]",
+)
+@click.option(
+    "--sku",
+    type=SkuChoice(),
+    metavar="NAME",
+    help="GPU to build for, by its file under engines/skus (l4, rtx4090, h100-sxm …). It need not be in this machine.",
+)
+@click.option(
+    "--kernels-only",
+    is_flag=True,
+    help="For a GPU: graph, kernels and manifest without the plan, which may need TensorRT and that GPU.",
 )
 @click.option("--name", help="Name of the model when served.  [default: from MODEL]")
 @click.option("--version", type=int, help="Version number of the bundle.  [default: the next free one]")
 @click.option(
     "--recipe",
-    type=click.Choice(list(RECIPES)),
-    default=DEFAULT_RECIPE,
-    show_default=True,
-    help=f"Precision of the weights. {_RECIPE_HELP}.",
+    type=RecipeChoice(),
+    metavar=f"[{'|'.join(WEIGHT_RECIPES)}|FILE.toml]",
+    help=f"Precision of the weights. On a cpu {_RECIPE_HELP}. On a GPU {_GPU_RECIPE_HELP}. "
+    f"FILE.toml is a build recipe, as under engines/recipes: it names model, precision and limits, and other options "
+    f"override it.  [default: {DEFAULT_RECIPE}, or the SKU's]",
 )
 @click.option(
     "--kv-dtype",
     type=click.Choice(get_args(KvDtypeChoice)),
-    default="auto",
-    show_default=True,
-    help="Precision of the KV cache; auto is int8 on the cpu target.",
+    help="Precision of the KV cache.  [default: auto: int8 on the cpu target, or the SKU's]",
 )
 @click.option(
     "--block-size",
@@ -54,14 +72,15 @@ _NEEDED = ("torch", "transformers", "safetensors", "onnx", "onnx_ir", "onnxscrip
 )
 @click.option("--max-model-len", type=int, help="Longest sequence in tokens.  [default: the model's, at most 32768]")
 @click.option(
-    "--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, show_default=True, help="Most sequences in a step."
+    "--max-num-seqs",
+    type=int,
+    help=f"Most sequences in a step.  [default: {_DEFAULTS.max_num_seqs}, or the SKU's]",
 )
 @click.option(
     "--max-num-batched-tokens",
     type=int,
-    default=_DEFAULTS.max_num_batched_tokens,
-    show_default=True,
-    help="Most tokens in a step. Bounds a step, never a prompt: longer prompts are computed in chunks.",
+    help="Most tokens in a step. Bounds a step, never a prompt: longer prompts are computed in chunks.  "
+    f"[default: {_DEFAULTS.max_num_batched_tokens}, or the SKU's]",
 )
 @click.option("--threads", type=int, help="Threads of the engine.  [default: tuned; all physical cores with --no-tune]")
 @click.option(
@@ -78,23 +97,7 @@ _NEEDED = ("torch", "transformers", "safetensors", "onnx", "onnx_ir", "onnxscrip
 )
 @click.option("-v", "--verbose", is_flag=True, help="Say what each pass and each choice did.")
 def command(
-    model: str,
-    output: Path,
-    target: Target,
-    name: str | None,
-    version: int | None,
-    recipe: str,
-    kv_dtype: KvDtypeChoice,
-    block_size: str | None,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    threads: int | None,
-    no_tune: bool,
-    no_verify: bool,
-    allow_unverified: bool,
-    cache_dir: Path | None,
-    verbose: bool,
+    no_tune: bool, no_verify: bool, verbose: bool, recipe: str | BuildRecipe | None, sku: Sku | None, **given: Any
 ) -> None:
     """Compile MODEL into a static engine.
 
@@ -104,25 +107,9 @@ def command(
     \b
     castline build demo --output engines
     castline build ./Qwen3-0.6B --recipe int8 --max-model-len 4096 --output engines
+    castline build --recipe engines/recipes/demo.toml --sku l4
     """
-    options = BuildOptions(
-        model=model,
-        output=output,
-        target=target,
-        name=name,
-        version=version,
-        recipe=recipe,
-        kv_dtype=kv_dtype,
-        block_size=int(block_size) if block_size is not None else None,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        threads=threads,
-        tune=not no_tune,
-        verify=not no_verify,
-        allow_unverified=allow_unverified,
-        cache_dir=cache_dir,
-    )
+    options = resolve_options(recipe, sku, {**given, "tune": not no_tune, "verify": not no_verify})
     _require_build_extra()
     from castline.builder.pipeline import build
     from castline.builder.progress import BuildLog
@@ -130,6 +117,28 @@ def command(
     with _terminated_like_interrupted():
         bundle = build(options, BuildLog(verbose))
     click.echo(str(bundle))
+
+
+def resolve_options(recipe: str | BuildRecipe | None, sku: Sku | None, given: Mapping[str, Any]) -> BuildOptions:
+    """What to build: options that were given, then the build recipe's, the SKU's, and the defaults.
+
+    *given* has options by the name of their field in BuildOptions, None where the user did not say. Raises BuildError.
+    """
+    options = merge(recipe, given)
+    if "model" not in options:
+        raise BuildError("MODEL is missing: name a model, or a build recipe with --recipe FILE.toml")
+    if "block_size" in options:
+        options["block_size"] = int(options["block_size"])
+    options.setdefault("target", "cpu" if sku is None else "tensorrt")
+    if isinstance(recipe, BuildRecipe) and options["target"] not in recipe.targets:
+        raise BuildError(
+            f"the recipe of {recipe.name} is for {', '.join(recipe.targets)}, and not for {options['target']}: "
+            + ("give a --sku" if sku is None else "give another recipe")
+        )
+    options.setdefault("output", DEFAULT_OUTPUT if sku is None else DEFAULT_OUTPUT / sku.name)
+    if sku is not None:
+        options = {"sku": sku.name, **(sku_defaults(sku) if options["target"] != "cpu" else {}), **options}
+    return BuildOptions(**options)
 
 
 def _require_build_extra() -> None:

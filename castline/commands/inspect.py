@@ -126,8 +126,11 @@ def _tuning_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 def _host_rows(manifest: Manifest) -> list[tuple[str, str]]:
     host, plugin = manifest.host, manifest.plugin
+    gpu = host.gpu
+    device = f", {gpu.device_name}" if gpu and gpu.device_name else ", built with no such GPU present"
     return [
         ("target", host.target),
+        *([("gpu", f"{gpu.sku}, compute capability {gpu.compute_capability}{device}")] if gpu else []),
         ("cpu", f"{host.cpu}, {host.cores} cores, {host.machine}"),
         ("isa", " ".join(host.isa) or "baseline"),
         ("plugin", f"{plugin.name} {plugin.version}, sha256 {plugin.sha256[:16]}"),

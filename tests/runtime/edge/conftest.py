@@ -7,7 +7,7 @@ from gguf import GGUFReader
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from castline.builder.gguf import demo_path
+from castline.builder.model_source import demo_path
 from castline.runtime.tokenizer import Tokenizer
 
 SPECIALS = ["<unk>", "<s>", "</s>"]

@@ -7,7 +7,8 @@ import pytest
 from castline.engines.capacity import blocks_for
 from castline.engines.errors import EngineError
 from castline.engines.manifest import BundleFile, Manifest
-from castline.runtime.loader import DEFAULT_POOL_BYTES, LoadOptions, reconcile_limits
+from castline.engines.memory_plan import DEFAULT_POOL_BYTES
+from castline.runtime.loader import LoadOptions, reconcile_limits
 
 GIB = 1 << 30
 

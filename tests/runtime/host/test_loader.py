@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from castline.engines.errors import EngineError, ManifestMismatch
-from castline.engines.manifest import Manifest, read_manifest, write_manifest
+from castline.engines.gpu import FoundGpu
+from castline.engines.manifest import Gpu, Manifest, read_manifest, write_manifest
+from castline.runtime import loader
 from castline.runtime.loader import LoadOptions, plan_engine
 
 
@@ -52,6 +54,56 @@ def test_an_engine_of_another_target_is_refused(bundle: Path) -> None:
     """C02: a TensorRT bundle on a host that serves cpu."""
     change(bundle, host=replace(read_manifest(bundle).host, target="tensorrt", machine="aarch64"))
     with pytest.raises(ManifestMismatch, match=r"host\.target: built with tensorrt, found cpu"):
+        plan_engine(bundle)
+
+
+def for_l4(bundle: Path) -> Manifest:
+    """The bundle as if it were an engine for an L4."""
+    host = replace(read_manifest(bundle).host, target="tensorrt_rtx", gpu=Gpu("l4", "", "8.9"))
+    return change(bundle, host=host, tool_versions={"tensorrt_rtx": "1.7.1"})
+
+
+def has_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: str, **installed: str) -> FoundGpu:
+    """This machine as if it had that GPU, half of its memory taken, and those libraries."""
+    gpu = FoundGpu(0, name, capability, 8 << 30, 4 << 30, "13.0")
+    monkeypatch.setattr(loader, "detect_gpu", lambda: gpu)
+    monkeypatch.setattr(loader, "installed_version", installed.get)
+    return gpu
+
+
+def test_a_gpus_pool_is_planned_from_its_free_memory(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory, or what another process holds of the device, would be allocated and fail."""
+    manifest = for_l4(bundle)
+    gpu = has_gpu(monkeypatch, "NVIDIA L4", "8.9", tensorrt_rtx="1.7.1")
+    pool = plan_engine(bundle).pool
+    weights = sum(file.size for file in manifest.files.values())
+    step = manifest.limits.max_num_batched_tokens * 4 * (manifest.model.vocab_size + 16 * manifest.model.hidden_size)
+    assert pool.num_blocks == (int(0.9 * gpu.free_bytes) - weights - step) // pool.bytes_per_block
+
+
+def test_an_engine_for_another_gpu_is_refused_first(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C01, C02: device, flavour and version are compared before any other file is opened."""
+    for_l4(bundle)
+    for path in bundle.iterdir():
+        if path.name != "engine.json":
+            path.unlink()
+    has_gpu(monkeypatch, "NVIDIA H100 PCIe", "9.0", tensorrt="11.4")
+    with pytest.raises(ManifestMismatch) as caught:
+        plan_engine(bundle)
+    for line in (
+        "host.target: built with tensorrt_rtx, found tensorrt",
+        "host.gpu.compute_capability: built with 8.9, found 9.0 (NVIDIA H100 PCIe)",
+        "host.gpu.sku: built with l4, found h100-pcie (NVIDIA H100 PCIe)",
+        "tool_versions.tensorrt_rtx: built with 1.7.1, found not installed",
+    ):
+        assert line in str(caught.value)
+
+
+def test_a_gpus_engine_on_a_machine_without_one(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C02: said so, where the driver's library is missing altogether."""
+    for_l4(bundle)
+    monkeypatch.setattr(loader, "detect_gpu", lambda: None)
+    with pytest.raises(ManifestMismatch, match=r"host\.gpu: built with l4 .*, found no NVIDIA driver or no GPU"):
         plan_engine(bundle)
 
 

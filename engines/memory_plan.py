@@ -1,0 +1,175 @@
+"""How an engine's memory is divided: weights, the buffers of a step, and the KV pool with what is left.
+
+Pure arithmetic. `castline run` and `castline plan` both call `plan_memory`, so that they agree to the block.
+Sizes are in bytes, lengths in tokens.
+"""
+
+from dataclasses import dataclass
+
+from castline.engines.capacity import KvCapacity, blocks_for, plan_kv
+from castline.engines.errors import EngineError
+from castline.engines.manifest import Host, KvDtype, Limits, Manifest, ModelFacts
+from castline.engines.sku import Sku, load_sku
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPolicy:
+    """What an engine takes where the user does not say."""
+
+    utilization: float
+    """Share of the available memory for weights, a step's buffers and the KV pool."""
+    pool_bytes: int | None = None
+    """Bound of the pool; None takes the whole share, whatever its sequences can fill."""
+
+
+DEFAULT_POOL_BYTES = 512 << 20
+"""Every page of a host's pool is touched before the engine is ready, so that no request pays for it: 0.1 s for 512 MiB
+of huge pages, and up to 0.8 s in a virtual machine that has to get them from its host first. --kv-blocks or
+--memory-utilization lift the bound, and the start takes what it takes."""
+
+HOST_POLICY = MemoryPolicy(utilization=0.8, pool_bytes=DEFAULT_POOL_BYTES)
+
+
+def sku_policy(sku: Sku) -> MemoryPolicy:
+    """The pool takes what is left of a device, and keeps prefixes in what no sequence fills."""
+    return MemoryPolicy(utilization=sku.defaults.memory_utilization)
+
+
+def memory_policy(host: Host) -> MemoryPolicy:
+    """Of what an engine was built for. Raises EngineError for a SKU that this castline does not know."""
+    return HOST_POLICY if host.gpu is None else sku_policy(load_sku(host.gpu.sku))
+
+
+def bundle_bytes(manifest: Manifest) -> int:
+    """What a bundle's weights take, as its files: graph and tokenizer among them, a few MiB."""
+    return sum(file.size for file in manifest.files.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user says about an engine's limits and memory; None leaves it to the engine and the policy."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_blocks: int | None = None
+    """Exactly this many, whatever the utilization."""
+    memory_utilization: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """All of it decided."""
+
+    limits: Limits
+    """In force."""
+    weight_bytes: int
+    step_bytes: int
+    available_bytes: int
+    utilization: float
+    pool: KvCapacity
+
+    @property
+    def used_bytes(self) -> int:
+        return self.weight_bytes + self.step_bytes + self.pool.total_bytes
+
+
+def plan_memory(
+    model: ModelFacts,
+    kv_dtype: KvDtype,
+    built: Limits,
+    weight_bytes: int,
+    available_bytes: int,
+    asked: Asked,
+    policy: MemoryPolicy = HOST_POLICY,
+) -> MemoryPlan:
+    """Divides *available_bytes* for an engine of *weight_bytes* built with the limits *built*.
+
+    Raises EngineError naming option, limit and cure where that leaves no room for one sequence of max_model_len.
+    """
+    limits = limits_in_force(built, asked)
+    utilization = policy.utilization if asked.memory_utilization is None else asked.memory_utilization
+    if not 0 < utilization <= 1:
+        raise EngineError(f"--memory-utilization {utilization} is not a share: give more than 0, at most 1")
+    step = step_bytes(model, limits.max_num_batched_tokens)
+    budget = int(utilization * available_bytes) - weight_bytes - step
+    bound = policy.pool_bytes if asked.memory_utilization is None else None
+    pool = _pool(model, kv_dtype, limits, budget, asked.kv_blocks, bound)
+    plan = MemoryPlan(limits, weight_bytes, step, available_bytes, utilization, pool)
+    _check_pool(plan, budget, asked)
+    return plan
+
+
+def limits_in_force(built: Limits, asked: Asked) -> Limits:
+    """The limits that the user asked for, within those of the engine. Raises EngineError."""
+    max_model_len = _at_most("--max-model-len", asked.max_model_len, built.max_model_len, least=2)
+    max_num_seqs = _at_most("--max-num-seqs", asked.max_num_seqs, built.max_num_seqs, least=1)
+    max_tokens = _at_most(
+        "--max-num-batched-tokens", asked.max_num_batched_tokens, built.max_num_batched_tokens, least=1
+    )
+    if max_tokens < max_num_seqs:
+        raise EngineError(
+            f"--max-num-batched-tokens {max_tokens} is under --max-num-seqs {max_num_seqs}, and every running sequence "
+            f"takes a token of each step: lower --max-num-seqs to {max_tokens}, or raise --max-num-batched-tokens"
+        )
+    if asked.kv_blocks is not None and asked.kv_blocks < 1:
+        raise EngineError(f"--kv-blocks {asked.kv_blocks} is too small: give at least 1")
+    return Limits(max_model_len, built.block_size, max_num_seqs, max_tokens)
+
+
+def step_bytes(model: ModelFacts, max_tokens: int) -> int:
+    """Upper bound of the buffers of the largest step.
+
+    A step holds a few hidden-size rows a token (16 covers a gate-and-up matmul's output at 4 x hidden), and float32
+    logits of every token where prompt log-probabilities are asked for.
+    """
+    return max_tokens * 4 * (model.vocab_size + 16 * model.hidden_size)
+
+
+def _pool(
+    model: ModelFacts, kv_dtype: KvDtype, limits: Limits, budget: int, blocks: int | None, bound_bytes: int | None
+) -> KvCapacity:
+    """Exactly *blocks*, or what fits the budget; under a bound no more than its sequences can fill, but one always."""
+    fitting = plan_kv(model, kv_dtype, limits.block_size, limits.max_model_len, budget)
+    if blocks is None and bound_bytes is not None:
+        needed = blocks_for(limits.max_model_len, limits.block_size)
+        bound = max(needed, min(limits.max_num_seqs * needed, bound_bytes // fitting.bytes_per_block))
+        blocks = min(fitting.num_blocks, bound)
+    return plan_kv(model, kv_dtype, limits.block_size, limits.max_model_len, budget, blocks)
+
+
+def _check_pool(plan: MemoryPlan, budget: int, asked: Asked) -> None:
+    pool, available = plan.pool, plan.available_bytes
+    engine_bytes = plan.weight_bytes + plan.step_bytes
+    needed = blocks_for(pool.max_model_len, pool.block_size)
+    if pool.num_blocks < needed:
+        holds = pool.num_tokens
+        cure = f"raise --kv-blocks to {needed}" if asked.kv_blocks is not None else "raise --memory-utilization"
+        if holds >= 2:
+            cure += f", or lower --max-model-len to {holds}"
+        raise EngineError(
+            f"the pool would have {pool.num_blocks} KV blocks of {pool.block_size} tokens, and one sequence of "
+            f"max_model_len {pool.max_model_len} needs {needed} ({needed * pool.bytes_per_block / MIB:.0f} MiB; there "
+            f"are {max(0, budget) / MIB:.0f} MiB: {plan.utilization:.0%} of {available / MIB:.0f} MiB available, less "
+            f"{engine_bytes / MIB:.0f} MiB for weights and a step): {cure}"
+        )
+    if pool.total_bytes > available - engine_bytes:
+        raise EngineError(
+            f"--kv-blocks {pool.num_blocks} takes {pool.total_bytes / MIB:.0f} MiB, and "
+            f"{available / MIB:.0f} MiB are available, less {engine_bytes / MIB:.0f} MiB for weights and a step: "
+            f"lower it to {max(0, available - engine_bytes) // pool.bytes_per_block}"
+        )
+
+
+def _at_most(option: str, asked: int | None, built: int, *, least: int) -> int:
+    if asked is None:
+        return built
+    if asked < least:
+        raise EngineError(f"{option} {asked} is too small: give at least {least}")
+    if asked > built:
+        raise EngineError(
+            f"{option} {asked} is over the engine's {built}: lower it, or rebuild the engine with {option} {asked}"
+        )
+    return asked
