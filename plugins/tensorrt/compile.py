@@ -1,8 +1,8 @@
 """Compiles the kernels of an engine to cubins. Needs Triton, and no GPU and no driver.
 
 For each set of attention attributes in the graph there is one decode, one split decode and one prefill kernel, with the
-shape of work (`KernelShape`) that is best known for the GPU. Candidates are pruned by what the compiled cubin says: one that spills
-registers, or that wants more shared memory than the GPU has, is never timed.
+shape of work (`KernelShape`) that is best known for the GPU. Candidates are pruned by what the compiled cubin says: one
+that spills registers, or that wants more shared memory than the GPU has, is never timed.
 """
 
 import re
@@ -23,7 +23,7 @@ HARDWARE_E4M3: Final = (8, 9)
 """Compute capability from which e4m3 is a hardware type."""
 SHARED_BYTES: Final = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
                        (10, 3): 227 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10}  # fmt: skip
-"""Shared memory that one block may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+"""Of one block, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 MAX_SPLITS: Final = 32
 SAMPLE_CHUNK: Final = 1024
 GATHER_WIDTH: Final = 128

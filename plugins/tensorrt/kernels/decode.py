@@ -68,8 +68,9 @@ def decode(
     token = tl.load(cu_query_lens + sequence).to(tl.int64)
     if tl.load(cu_query_lens + sequence + 1) - token != 1:
         return
-    highest, total, summed = _attend(q, pool, table, kv_lens, cu_query_lens, table_width, num_blocks, 0, 1, heads,
-                                     kv_heads, dim, padded, block_size, rows, tile, scale, window, softcap, kind)  # fmt: skip
+    _highest, total, summed = _attend(q, pool, table, kv_lens, cu_query_lens, table_width, num_blocks, 0, 1, heads,
+                                      kv_heads, dim, padded, block_size, rows, tile, scale, window, softcap,
+                                      kind)  # fmt: skip
     group: tl.constexpr = heads // kv_heads
     g, d = tl.arange(0, rows), tl.arange(0, padded)
     real = (g < group)[:, None] & (d < dim)[None, :]

@@ -1,8 +1,8 @@
 """Elements of the KV pool: rounding to the pool's type, and back.
 
-e4m3 is a hardware type from compute capability 8.9 on. Below, integers decode it: the bits of e4m3 moved to the place of
-fp16's are the value divided by 256, subnormals too. Encoding is by integers everywhere: a step encodes few elements, and
-Triton's interpreter, in which the kernels are proved, rounds this type wrongly where a mantissa carries.
+e4m3 is a hardware type from compute capability 8.9 on. Below, integers decode it: the bits of e4m3 moved to the place
+of fp16's are the value divided by 256, subnormals too. Encoding is by integers everywhere: a step encodes few elements,
+and Triton's interpreter, in which the kernels are proved, rounds this type wrongly where a mantissa carries.
 """
 
 import triton
@@ -43,7 +43,7 @@ def encode_e4m3(x):
 @triton.jit
 def to_pool(x, kind: tl.constexpr, element: tl.constexpr):
     """What the pool keeps of float32 *x*."""
-    if kind == E4M3 or kind == E4M3_INTEGER:
+    if kind != PLAIN:
         return encode_e4m3(x)
     elif element == tl.float16:
         return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX).to(tl.float16)

@@ -1,8 +1,8 @@
 """Attention of prompt chunks: causal tiles of queries over paged keys and values.
 
 A program takes *queries* tokens of one sequence, for all query heads of one kv head: they share the loads of its keys.
-Sequence b has the tiles from ``cu_query_lens[b] // queries + b`` on, so that a grid of ``T // queries + B`` tiles has room
-for every sequence without the host counting them (the numbering of vLLM's unified attention kernel).
+Sequence b has the tiles from ``cu_query_lens[b] // queries + b`` on, so that a grid of ``T // queries + B`` tiles has
+room for every sequence without the host counting them (the numbering of vLLM's unified attention kernel).
 """
 
 import triton

@@ -1,9 +1,9 @@
 """The next token of each row of logits, on the device.
 
-`castline.runtime.draw` is the reference: truncation by top-k, then top-p of what is left, then min-p, each keeping a prefix
-of the tokens in the order (logit descending, id ascending); one uniform number a row inverts the cumulative weights. Nothing
-is sorted: what a prefix of that order weighs is the sum over the tokens above a logit, so its end is found by bisection
-over the 32 bits of a float.
+`castline.runtime.draw` is the reference: truncation by top-k, then top-p of what is left, then min-p, each keeping a
+prefix of the tokens in the order (logit descending, id ascending); one uniform number a row inverts the cumulative
+weights. Nothing is sorted: what a prefix of that order weighs is the sum over the tokens above a logit, so its end is
+found by bisection over the 32 bits of a float.
 """
 
 import triton
@@ -22,7 +22,7 @@ def greedy(
 ):
     """Grid (R,). The lowest id among equal logits."""
     row = tl.program_id(0).to(tl.int64)
-    best, at, bad = _peak(logits + row * vocab, vocab, chunk)
+    _best, at, bad = _peak(logits + row * vocab, vocab, chunk)
     tl.store(tokens + row, at)
     tl.store(finite + row, tl.where(bad, 0, 1))
 
