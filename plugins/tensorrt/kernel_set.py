@@ -17,6 +17,7 @@ KERNELS_INDEX: Final = "kernels.json"
 
 KernelName = Literal[
     "rope_append",
+    "decode",
     "decode_split",
     "decode_merge",
     "prefill",

@@ -1,0 +1,172 @@
+"""Runs the GPU kernels in Triton's interpreter, on tensors of the CPU."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: its own library is decorated then
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from castline.plugins.contract import AttentionAttributes, KvDtypeCode, QkNorm
+from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
+
+torch.set_num_threads(1)
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
+@dataclass
+class Case:
+    """Steps of some sequences over one pool: the reference and the kernels side by side."""
+
+    attributes: AttentionAttributes
+    num_blocks: int = 24
+    table_width: int = 6
+    kind: int | None = None
+    """Of `elements`: None takes the hardware's for fp8."""
+    queries: int = 8
+    tile: int = 32
+    seed: int = 0
+    lengths: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        a = self.attributes
+        self.random = np.random.default_rng(self.seed)
+        self.reference = ReferencePool.zeros(a, self.num_blocks)
+        dtype = {KvDtypeCode.FP16: torch.float16, KvDtypeCode.FP8: torch.uint8}[KvDtypeCode(a.kv_dtype)]
+        self.pool = torch.zeros((self.num_blocks, 2, a.num_kv_heads, a.block_size, a.head_dim), dtype=dtype)
+        if self.kind is None:
+            self.kind = 0 if a.kv_dtype == KvDtypeCode.FP16 else 1
+        shape = (len(self.lengths), self.table_width)
+        self.table = self.random.permutation(self.num_blocks)[: shape[0] * shape[1]].reshape(shape).astype(np.int32)
+        width = a.head_dim if a.qk_norm == QkNorm.PER_HEAD else a.num_heads * a.head_dim
+        k_width = a.head_dim if a.qk_norm == QkNorm.PER_HEAD else a.num_kv_heads * a.head_dim
+        self.q_weight = self.random.uniform(0.5, 1.5, width).astype(np.float32)
+        self.k_weight = self.random.uniform(0.5, 1.5, k_width).astype(np.float32)
+
+    def step(self, query_lens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(expected, found) outputs [T, heads * dim] of a step that adds *query_lens* tokens to the sequences."""
+        inputs = self._inputs(query_lens)
+        return paged_attention(self.attributes, inputs, self.reference), self._run(inputs)
+
+    def stored(self) -> tuple[np.ndarray, np.ndarray]:
+        """(expected, found) contents of the pool, [2, slots, kv_heads, dim] as floats."""
+        a = self.attributes
+        pool = self.pool.view(torch.float8_e4m3fn) if self.pool.dtype == torch.uint8 else self.pool
+        found = pool.float().permute(1, 0, 3, 2, 4).reshape(2, -1, a.num_kv_heads, a.head_dim).numpy()
+        return np.stack([self.reference.k, self.reference.v]), found
+
+    def _inputs(self, query_lens: list[int]) -> AttentionInputs:
+        a = self.attributes
+        positions = [np.arange(n, n + q) for n, q in zip(self.lengths, query_lens, strict=True)]
+        self.lengths = [n + q for n, q in zip(self.lengths, query_lens, strict=True)]
+        packed = np.concatenate(positions).astype(np.int64)
+        owner = np.repeat(np.arange(len(query_lens)), query_lens)
+        slots = self.table[owner, packed // a.block_size] * a.block_size + packed % a.block_size
+        angles = packed[:, None] / 100.0 ** (np.arange(max(a.rotary_dim // 2, 1)) / max(a.rotary_dim // 2, 1))
+        width = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        qkv = self.random.standard_normal((len(packed), width)).astype(np.float16).astype(np.float32)
+        norm = a.qk_norm != QkNorm.NONE
+        return AttentionInputs(
+            qkv=qkv,
+            slot_mapping=slots.astype(np.int32),
+            cu_query_lens=np.cumsum([0, *query_lens]).astype(np.int32),
+            kv_lens=np.array(self.lengths, np.int32),
+            block_table=self.table,
+            cos=np.cos(angles).astype(np.float32) if a.rotary_dim else None,
+            sin=np.sin(angles).astype(np.float32) if a.rotary_dim else None,
+            q_norm_weight=self.q_weight if norm else None,
+            k_norm_weight=self.k_weight if norm else None,
+        )
+
+    def _run(self, inputs: AttentionInputs) -> np.ndarray:
+        from castline.plugins.tensorrt.kernels.decode import decode, decode_merge, decode_split
+        from castline.plugins.tensorrt.kernels.prefill import prefill
+        from castline.plugins.tensorrt.kernels.rope_append import rope_append
+
+        a = self.attributes
+        t, b = len(inputs.qkv), len(inputs.kv_lens)
+        padded, group = power_of_two(a.head_dim, 16), a.num_heads // a.num_kv_heads
+        tensor = torch.from_numpy
+        absent = torch.zeros(1)
+        q = torch.full((t, a.num_heads * a.head_dim), float("nan"), dtype=torch.float16)
+        out = torch.full((t, a.num_heads * a.head_dim), float("nan"), dtype=torch.float16)
+        cu, lens, table = tensor(inputs.cu_query_lens), tensor(inputs.kv_lens), tensor(inputs.block_table.copy())
+        if t:
+            rope_append[(t, a.num_heads + 2 * a.num_kv_heads)](
+                tensor(inputs.qkv).half(),
+                absent if inputs.cos is None else tensor(inputs.cos),
+                absent if inputs.sin is None else tensor(inputs.sin),
+                absent if inputs.q_norm_weight is None else tensor(inputs.q_norm_weight),
+                absent if inputs.k_norm_weight is None else tensor(inputs.k_norm_weight),
+                self.pool,
+                tensor(inputs.slot_mapping),
+                q,
+                self.num_blocks,
+                heads=a.num_heads,
+                kv_heads=a.num_kv_heads,
+                dim=a.head_dim,
+                padded=padded,
+                block_size=a.block_size,
+                rotary=a.rotary_dim,
+                interleaved=a.rope_interleaved,
+                norm=a.qk_norm,
+                padded_all=power_of_two(a.num_heads * a.head_dim),
+                eps=a.norm_eps,
+                kind=self.kind,
+            )
+        shared = {
+            "heads": a.num_heads,
+            "kv_heads": a.num_kv_heads,
+            "dim": a.head_dim,
+            "padded": padded,
+            "block_size": a.block_size,
+            "tile": self.tile,
+            "scale": a.scale,
+            "window": a.window,
+            "softcap": a.softcap,
+            "kind": self.kind,
+        }
+        prefill[(t // self.queries + b, a.num_kv_heads)](
+            q, self.pool, table, lens, cu, out, b, self.table_width, self.num_blocks,
+            queries=self.queries, group_rows=power_of_two(group), **shared,
+        )  # fmt: skip
+        rows = power_of_two(group, 16)
+        before = out.clone()
+        decode[(b, a.num_kv_heads)](
+            q, self.pool, table, lens, cu, out, self.table_width, self.num_blocks, rows=rows, **shared
+        )
+        splits = 3
+        partial = torch.full((b, a.num_heads, splits, padded + 2), float("nan"))
+        decode_split[(b, a.num_kv_heads, splits)](
+            q, self.pool, table, lens, cu, partial, self.table_width, self.num_blocks, splits, rows=rows, **shared
+        )
+        decode_merge[(b, a.num_heads)](
+            partial, cu, before, splits, heads=a.num_heads, dim=a.head_dim, padded=padded, max_splits=4
+        )
+        np.testing.assert_allclose(before.float().numpy(), out.float().numpy(), atol=2e-3, err_msg="split-K")
+        return out.float().numpy()
+
+
+@pytest.fixture
+def kernels() -> SimpleNamespace:
+    def attributes(**changes: float) -> AttentionAttributes:
+        fields = {
+            "layer": 0,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 32,
+            "scale": 32**-0.5,
+            "block_size": 16,
+            "kv_dtype": int(KvDtypeCode.FP16),
+            "rotary_dim": 32,
+        }
+        return AttentionAttributes(**(fields | changes))  # type: ignore[arg-type]
+
+    return SimpleNamespace(Case=Case, attributes=attributes)
