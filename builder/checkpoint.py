@@ -45,6 +45,13 @@ class Checkpoint:
     def config(self) -> PreTrainedConfig:
         return self.model.config
 
+    @property
+    def lookup_parameters(self) -> int:
+        """Parameters that only the embedding reads: all of its, unless the output head is tied to it."""
+        model: Any = self.model
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        return 0 if head is not None and head.weight is embedding.weight else int(embedding.weight.numel())
+
     def save_tokenizer(self, directory: Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json, generation_config.json, and chat_template.jinja if any."""
         self.tokenizer.save_pretrained(directory)

@@ -4,6 +4,7 @@ Weights are packed when the file is written, one matrix at a time.
 """
 
 from dataclasses import asdict
+from dataclasses import replace as replace_fields
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +13,16 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from castline.builder.linear_sites import Site
-from castline.builder.passes.walk import add_constant, add_initializer, attribute, is_op, make, remove_unused, replace, users
+from castline.builder.passes.walk import (
+    add_constant,
+    add_initializer,
+    attribute,
+    is_op,
+    make,
+    remove_unused,
+    replace,
+    users,
+)
 from castline.builder.recipes import MatmulKernel
 from castline.plugins.contract import DOMAIN
 from castline.plugins.linear import (
@@ -48,17 +58,18 @@ def replace_site(model: ir.Model, site: Site, kernel: MatmulKernel) -> None:
 
 def _attributes(site: Site, kernel: MatmulKernel) -> LinearAttributes:
     assert kernel.format is not None
-    return LinearAttributes(
+    attributes = LinearAttributes(
         k=site.matmul.shape[0],
         n=site.n,
         format=int(kernel.format),
         group=kernel.block,
         activation=int(site.activation),
         gated=int(site.gated),
-        norm=int(site.norm is not None),
-        norm_eps=float(attribute(site.norm, "epsilon")) if site.norm else LinearAttributes.norm_eps,
         wide_rows=kernel.wide_rows,
     )
+    if site.norm is None:
+        return attributes
+    return replace_fields(attributes, norm=1, norm_eps=float(attribute(site.norm, "epsilon")))
 
 
 class _LazyPack:

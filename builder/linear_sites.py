@@ -37,6 +37,9 @@ class Surroundings:
     residual: bool = False
 
 
+NO_SURROUNDINGS = Surroundings()
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """One matmul with its surroundings. ``x`` enters the norm where there is one; ``out`` is what the node replaces."""
@@ -92,12 +95,12 @@ def find_site(matmul: Matmul, linears: Collection[ir.Node]) -> Site:
     norm = _norm(matmul.x, linears)
     x = present(norm.inputs[0]) if norm else matmul.x
     out, bias = _bias(matmul.y, matmul.shape[1])
-    gated = _gated(out, matmul.shape[1])
-    activated = None if gated else _activation(out)
-    if gated:
+    gate_first, activation = True, Activation.NONE
+    gated, plain = _gated(out, matmul.shape[1]), _activation(out)
+    if gated is not None:
         activation, gate_first, out = gated
-    else:
-        activation, gate_first, out = (*activated[:1], True, activated[1]) if activated else (Activation.NONE, True, out)
+    elif plain is not None:
+        activation, out = plain
     out, residual = _residual(out)
     return Site(matmul, x, out, norm, bias, activation, gated is not None, gate_first, residual)
 

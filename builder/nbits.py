@@ -29,6 +29,7 @@ from castline.builder.passes.walk import (
 )
 from castline.builder.recipes import MatmulKernel
 
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """W [N, K] in groups along K. Groups past K are padded with zeros."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from castline.builder.recipes import DEFAULT_RECIPE, recipe
+from castline.builder.recipes import AUTO_RECIPE, DEFAULT_RECIPE, recipe
 from castline.engines.bundle import MAX_VERSION, MODEL_NAME_RULE, is_model_name
 from castline.engines.errors import BuildError
 from castline.engines.manifest import KvDtype, Target
@@ -48,7 +48,8 @@ class BuildOptions:
                 f"--target {self.target} is not in this version of castline: it builds for the cpu target only; "
                 "leave --target out, or use --target cpu"
             )
-        recipe(self.recipe)
+        if self.recipe != AUTO_RECIPE:
+            recipe(self.recipe)
         if self.kv_dtype not in get_args(KvDtypeChoice):
             raise BuildError(f"--kv-dtype {self.kv_dtype!r} is unknown; choose {', '.join(get_args(KvDtypeChoice))}")
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:

@@ -27,9 +27,12 @@ def check_output(output: Path, name: str | None, version: int | None) -> None:
         )
 
 
-def check_disk(output: Path, facts: ModelFacts, recipe: Recipe) -> None:
-    """Raises BuildError with the estimate where the disk of *output* cannot hold the engine."""
-    needed = engine_bytes(facts, recipe)
+def check_disk(output: Path, facts: ModelFacts, recipe: Recipe, lookup_parameters: int = 0) -> None:
+    """Raises BuildError with the estimate where the disk of *output* cannot hold the engine.
+
+    *lookup_parameters* are those that only an embedding reads, which stay in fp32.
+    """
+    needed = engine_bytes(facts, recipe, lookup_parameters)
     free = shutil.disk_usage(_nearest_existing(output)).free
     if needed > free:
         raise BuildError(
@@ -39,15 +42,18 @@ def check_disk(output: Path, facts: ModelFacts, recipe: Recipe) -> None:
         )
 
 
-def engine_bytes(facts: ModelFacts, recipe: Recipe) -> int:
-    """Estimated size of a bundle: every parameter at the widest kernel that the recipe allows."""
-    widest = max((*recipe.layer_kernels, *recipe.head_kernels), key=_bytes_per_weight)
-    return int(facts.num_parameters * _bytes_per_weight(widest)) + DISK_MARGIN_BYTES
+def engine_bytes(facts: ModelFacts, recipe: Recipe, lookup_parameters: int = 0) -> int:
+    """Estimated size of a bundle: every parameter of a matmul at the widest kernel that the recipe allows."""
+    widest = max(map(_bytes_per_weight, (*recipe.layer_kernels, *recipe.head_kernels)))
+    weights = widest * (facts.num_parameters - lookup_parameters) + 4 * lookup_parameters
+    return int(weights) + DISK_MARGIN_BYTES
 
 
 def _bytes_per_weight(kernel: MatmulKernel) -> float:
-    if kernel.block == 0:
+    if kernel.block == 0:  # fp32, or one scale a column
         return kernel.bits / 8
+    if kernel.format is not None:
+        return kernel.bits / 8 + 2 * (1 if kernel.symmetric else 2) / kernel.block
     zero_point = 0 if kernel.symmetric else kernel.bits / 8
     return kernel.bits / 8 + (4 + zero_point) / kernel.block
 

@@ -33,8 +33,8 @@ def matmul_shapes(model: ir.Model) -> dict[Shape, bool]:
 def quantize(model: ir.Model, choices: Choices) -> tuple[PassReport, ...]:
     """Puts the chosen kernels in, in place; what each step did. Raises BuildError for a shape without a choice."""
     kernels = {matmul: _kernel(matmul, choices) for matmul in find_matmuls(model)}
-    linears = {matmul: kernel for matmul, kernel in kernels.items() if kernel.format is not None}
-    nbits = {matmul: kernel for matmul, kernel in kernels.items() if kernel.format is None and kernel.bits < 32}
+    linears = {matmul: kernel for matmul, kernel in kernels.items() if kernel.is_linear}
+    nbits = {matmul: kernel for matmul, kernel in kernels.items() if not kernel.is_linear and kernel.bits < 32}
     return (
         run_pass(model, "matmuls and what surrounds them as Linear", lambda model: put_linears(model, linears)),
         run_pass(model, "matmuls as MatMulNBits", lambda model: put_nbits(model, nbits)),
@@ -47,7 +47,7 @@ def _kernel(matmul: Matmul, choices: Choices) -> MatmulKernel:
     if kernel is None:
         k, n = matmul.shape
         raise BuildError(f"quantize: no kernel was chosen for the matmul {k} x {n}")
-    return kernel if kernel.format is None or takes_rows(matmul) else FALLBACK
+    return kernel if not kernel.is_linear or takes_rows(matmul) else FALLBACK
 
 
 def put_linears(model: ir.Model, kernels: Mapping[Matmul, MatmulKernel]) -> int:

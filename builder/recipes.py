@@ -28,6 +28,10 @@ class MatmulKernel:
     wide_rows: int = 0
     """Linear: rows of a step from which the wide kernels are used; 0 lets the operator choose, -1 means never."""
 
+    @property
+    def is_linear(self) -> bool:
+        return self.format is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:

@@ -125,7 +125,7 @@ def add_constant(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
 
 def remove_unused(model: ir.Model, node: ir.Node) -> None:
     """Removes *node*, should nothing read it, and what then nothing reads before it."""
-    if any(out.uses() or out.is_graph_output() for out in node.outputs):
+    if node.graph is None or any(out.uses() or out.is_graph_output() for out in node.outputs):
         return
     before = dict.fromkeys(value.producer() for value in node.inputs if value is not None)
     model.graph.remove(node, safe=True)

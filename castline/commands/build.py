@@ -10,12 +10,17 @@ from typing import get_args
 import click
 
 from castline.builder.options import BLOCK_SIZES, BuildOptions, KvDtypeChoice
-from castline.builder.recipes import DEFAULT_RECIPE, RECIPES
+from castline.builder.recipes import AUTO_RECIPE, DEFAULT_RECIPE, RECIPE_CHOICES, RECIPES
 from castline.engines.errors import BuildError
 from castline.engines.manifest import Target
 
 _DEFAULTS = BuildOptions("", Path())
-_RECIPE_HELP = "; ".join(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values())
+_RECIPE_HELP = "; ".join(
+    [
+        f"{AUTO_RECIPE}: q4_1 where the weights are on its grid, else int8",
+        *(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values()),
+    ]
+)
 _NEEDED = ("torch", "transformers", "safetensors", "onnx", "onnx_ir", "onnxscript", "gguf", "matplotlib", "rich")
 
 
@@ -35,7 +40,7 @@ _NEEDED = ("torch", "transformers", "safetensors", "onnx", "onnx_ir", "onnxscrip
 @click.option("--version", type=int, help="Version number of the bundle.  [default: the next free one]")
 @click.option(
     "--recipe",
-    type=click.Choice(list(RECIPES)),
+    type=click.Choice(RECIPE_CHOICES),
     default=DEFAULT_RECIPE,
     show_default=True,
     help=f"Precision of the weights. {_RECIPE_HELP}.",
