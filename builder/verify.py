@@ -1,8 +1,9 @@
 """Parity of an engine with the transformers model in fp32: the gate before a bundle is called verified.
 
 The engine reads the shipped text through its paged pool (chunked, interleaved, scattered blocks) with its own tokens
-forced, once in steps of many tokens and once in steps of few, which run different kernels; the reference reads each passage in one pass with its ordinary attention. Both see the same context at every
-position, so the divergence is what the recipe and the kernels cost, and nothing else.
+forced, once in steps of many tokens and once in steps of few, which run different kernels; the reference reads each
+passage in one pass with its ordinary attention. Both see the same context at every position, so the divergence is what
+the recipe and the kernels cost, and nothing else.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
