@@ -87,7 +87,8 @@ def round_bf16(x: Floats) -> Floats:
 
 
 def activate(activation: int, x: Doubles) -> Doubles:
-    return _ACTIVATIONS[Activation(activation)](x)
+    y: Doubles = _ACTIVATIONS[Activation(activation)](x)
+    return y
 
 
 def _product(h: Doubles, weight: Floats, bias: Floats | None) -> Doubles:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from castline.plugins.cpu.model_writer import FLOAT, FLOAT16, INT64, UINT8, serialise_node
+from castline.plugins.cpu.model_writer import FLOAT, FLOAT16, INT64, UINT8, ValueType, serialise_node
 from castline.plugins.linear import EMBEDDING, LINEAR, STRIP, EmbeddingAttributes, LinearAttributes, LinearFormat
 from castline.plugins.linear_packing import PackedWeight, strip_shape
 from castline.plugins.linear_reference import LinearInputs
@@ -19,7 +19,7 @@ def serialise_linear_model(attributes: LinearAttributes, *, bias: bool = False, 
     """A ModelProto whose graph is the one node; all its inputs are graph inputs, its output is ``output``."""
     a = attributes
     strips, strip_bytes, halves = _packed_shape(a.k, a.n, a.format, a.group, gated=bool(a.gated))
-    types = {
+    types: dict[str, ValueType] = {
         X: (FLOAT, ("T", a.k)),
         WEIGHT: (UINT8, (strips, strip_bytes)),
         SCALES: (FLOAT16, (strips, halves)),
@@ -35,13 +35,17 @@ def serialise_embedding_model(attributes: EmbeddingAttributes) -> bytes:
     """A ModelProto whose graph is the one node; all its inputs are graph inputs, its output is ``output``."""
     a = attributes
     strips, strip_bytes, halves = _packed_shape(a.k, a.n, a.format, a.group)
-    types = {IDS: (INT64, ("T",)), WEIGHT: (UINT8, (strips, strip_bytes)), SCALES: (FLOAT16, (strips, halves))}
+    types: dict[str, ValueType] = {
+        IDS: (INT64, ("T",)),
+        WEIGHT: (UINT8, (strips, strip_bytes)),
+        SCALES: (FLOAT16, (strips, halves)),
+    }
     return serialise_node(EMBEDDING, asdict(a), [IDS, WEIGHT, SCALES], types, ("T", a.k))
 
 
 def linear_feeds(inputs: LinearInputs, packed: PackedWeight) -> Mapping[str, NDArray[Any]]:
     """Every input of the node that is there, by the name of its graph input."""
-    feeds = {
+    feeds: dict[str, NDArray[Any] | None] = {
         X: inputs.x,
         WEIGHT: packed.weight,
         SCALES: packed.scales,

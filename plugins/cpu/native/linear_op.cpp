@@ -23,7 +23,7 @@ constexpr int kWideRows = 12;
 // Prepared rows that are multiplied together stay in the second-level cache beside the strips in use.
 constexpr size_t kBlockBytes = 1 << 20;
 constexpr int64_t kRowStep = 64;
-// Elements up to which every thread prepares all rows for itself: cheaper than handing them out and fetching the others'.
+// Elements up to which every thread prepares all rows for itself: cheaper than handing them out and gathering them.
 constexpr int64_t kSelfPrepared = 4096;
 constexpr int kChunksPerWorker = 4;
 constexpr int64_t kUnitStep = 6;  // chunks are whole register tiles, of 2 or 3 strips

@@ -52,7 +52,7 @@ struct Tensor {
 
 OrtStatus* read_tensor(const OrtApi* api, const OrtKernelContext* context, int index, Tensor* out);
 
-// Empty where the tensor has the shape *wanted*, of which -1 matches any size; else what is wrong, beginning with *name*.
+// Empty where the tensor has the shape *wanted*, of which -1 matches any size; else what is wrong, after *name*.
 std::string check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> wanted);
 
 // The node's float output of a shape, and where its elements go.
