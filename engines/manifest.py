@@ -81,11 +81,11 @@ class Tuning:
     """For each matmul shape ``KxN``: the kernel chosen."""
     attention: dict[str, int] = field(default_factory=dict)
     """Attention attributes chosen: ``query_tile``, ``kv_split``."""
+    timings_us: dict[str, dict[str, float]] = field(default_factory=dict)
+    """For each thing tuned: microseconds of every candidate, by name."""
     wide_rows: dict[str, int] = field(default_factory=dict)
     """For each matmul shape that a Linear node computes: rows of a step from which its wide kernels are used; 0 leaves
     it to the operator, -1 means never."""
-    timings_us: dict[str, dict[str, float]] = field(default_factory=dict)
-    """For each thing tuned: microseconds of every candidate, by name."""
 
 
 @dataclass(frozen=True, slots=True)
