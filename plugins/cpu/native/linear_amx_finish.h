@@ -1,46 +1,26 @@
-// The two ends of a wide kernel: rows of activations with their norm, and finished rows of the output. Included by
-// linear_amx.cpp only.
+// Finished rows of the output, written while tiles of others multiply. Included by linear_amx.cpp only.
 #pragma once
 
-#include <math.h>
 #include <string.h>
 
 #include "linear_amx_tiles.h"
+#include "linear_epilogue.h"
 
 namespace castline::CASTLINE_ISA {
 namespace {
 
-CASTLINE_INLINE Vec load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(lanes_below(count), p); }
-
-// The elements of one row after the norm, times *scale*; zero beyond k.
-class RowSource {
- public:
-  RowSource(const LinearAttributes& a, const LinearStep& s, int64_t row, float scale)
-      : x_(s.x + row * a.k), weight_(a.norm ? s.norm_weight : nullptr), k_(a.k), factor_(broadcast(scale)) {
-    if (a.norm) factor_ = broadcast(scale / sqrtf(mean_of_squares() + a.norm_eps));
-  }
-
-  CASTLINE_INLINE Vec values(int k) const {
-    const Vec scaled = mul(load_first(x_ + k, k_ - k), factor_);
-    return weight_ == nullptr ? scaled : mul(scaled, load_first(weight_ + k, k_ - k));
-  }
-
- private:
-  float mean_of_squares() const {
-    Vec sums[2] = {broadcast(0.0f), broadcast(0.0f)};
-    for (int k = 0; k < k_; k += 2 * kLanes) {
-      const Vec even = load_first(x_ + k, k_ - k), odd = load_first(x_ + k + kLanes, k_ - k - kLanes);
-      sums[0] = fma(even, even, sums[0]);
-      sums[1] = fma(odd, odd, sums[1]);
-    }
-    return reduce_add(add(sums[0], sums[1])) / static_cast<float>(k_);
-  }
-
-  const float* x_;
-  const float* weight_;
-  int k_;
-  Vec factor_;
+// Two strips that are multiplied together: gate and up of one unit, or those of two units. Where a call ends with a
+// single strip it is multiplied twice and finished once.
+struct StripPair {
+  int unit, units;
+  int strip[2];
 };
+
+static inline StripPair strip_pair(const LinearAttributes& a, int unit, int last) {
+  if (a.gated) return {unit, 1, {2 * unit, 2 * unit + 1}};
+  const int units = last - unit > 1 ? 2 : 1;
+  return {unit, units, {unit, unit + units - 1}};
+}
 
 // Zeroes the rows that fill up the last row tile, in each of its parts. Steps of fewer than 16 rows have tiles of as
 // many rows.
@@ -53,43 +33,70 @@ static inline void zero_padding(uint8_t* prepared, int64_t rows, int64_t tile_by
   }
 }
 
-CASTLINE_INLINE Vec exp_any(Vec x) {  // x <= 0
-  return exp_nonpositive(x);
-}
+// Rows whose sums wait for their epilogue. The tile unit multiplies the next rows while the vector units finish these,
+// a few at each step of K. Sums::row yields the sums of one row with both strips of the pair, up to a column's scale.
+template <class Sums>
+class Finisher {
+ public:
+  Finisher(const LinearAttributes& a, const LinearStep& s)
+      : s_(s), activation_(a.activation), gated_(a.gated), n_(a.n) {}
 
-CASTLINE_INLINE Vec activate(Activation activation, Vec x) {
-  if (activation == kSilu) {
-    const Vec e = exp_any(mul(max(x, mul(x, broadcast(-1.0f))), broadcast(-1.0f)));
-    const Vec r = div(broadcast(1.0f), add(broadcast(1.0f), e));
-    return mul(x, keep_above(r, x, 0.0f, mul(e, r)));
-  }
-  return x;
-}
-
-// Bias, activation, residual and store of one row tile: sums [2][16][16] of both strips of the pair, each column to be
-// multiplied by its scale.
-CASTLINE_INLINE void finish_tile(const LinearAttributes& a, const LinearStep& s, const StripPair& pair, int64_t tile,
-                                 const float* sums, const Vec scale[2]) {
-  const int64_t first = tile * kTileRows;
-  const int rows = static_cast<int>(s.rows - first < kTileRows ? s.rows - first : kTileRows);
-  for (int u = 0; u < pair.units; ++u) {
-    const int column = (pair.unit + u) * kStrip;
-    const __mmask16 mask = lanes_below(a.n - column);
-    Vec bias[2] = {broadcast(0.0f), broadcast(0.0f)};
-    if (s.bias != nullptr) {
-      bias[0] = _mm512_maskz_loadu_ps(mask, s.bias + column);
-      if (a.gated) bias[1] = _mm512_maskz_loadu_ps(mask, s.bias + a.n + column);
-    }
-    for (int r = 0; r < rows; ++r) {
-      Vec y = fma(load(sums + u * kTileFloats + r * kStrip), scale[u], bias[0]);
-      y = activate(a.activation, y);
-      if (a.gated) y = mul(y, fma(load(sums + kTileFloats + r * kStrip), scale[1], bias[1]));
-      const int64_t at = (first + r) * a.n + column;
-      if (s.residual != nullptr) y = add(y, _mm512_maskz_loadu_ps(mask, s.residual + at));
-      _mm512_mask_storeu_ps(s.output + at, mask, y);
+  // Finishes what still waits, then takes *tiles* row tiles from *first_row* on of *pair*, whose columns have *scale*.
+  void begin(const StripPair& pair, const Vec scale[2], int64_t first_row, int64_t tiles, const Sums& sums) {
+    finish();
+    const int64_t left = s_.rows - first_row, column = pair.unit * kStrip, at = first_row * n_ + column;
+    rows_ = left < tiles * kTileRows ? left : tiles * kTileRows;
+    next_ = 0;
+    sums_ = sums;
+    output_ = s_.output + at;
+    residual_ = s_.residual == nullptr ? nullptr : s_.residual + at;
+    mask_[0] = lanes_below(static_cast<int>(n_ - column));
+    mask_[1] = pair.units == 2 ? lanes_below(static_cast<int>(n_ - column - kStrip)) : __mmask16{0};
+    for (int i = 0; i < 2; ++i) {
+      scale_[i] = scale[i];
+      bias_[i] = broadcast(0.0f);
+      if (s_.bias == nullptr) continue;
+      bias_[i] = gated_ ? _mm512_maskz_loadu_ps(mask_[0], s_.bias + i * n_ + column)
+                        : _mm512_maskz_loadu_ps(mask_[i], s_.bias + column + i * kStrip);
     }
   }
-}
+
+  CASTLINE_INLINE void advance(int64_t count) {
+    const int64_t last = rows_ - next_ < count ? rows_ : next_ + count;
+    for (; next_ < last; ++next_) {
+      Vec y[2];
+      sums_.row(next_, y);
+      for (int i = 0; i < 2; ++i) y[i] = fma(y[i], scale_[i], bias_[i]);
+      if (activation_ != kNoActivation) y[0] = activate(activation_, y[0]);
+      if (gated_) {
+        y[0] = mul(y[0], y[1]);
+      } else if (activation_ != kNoActivation) {
+        y[1] = activate(activation_, y[1]);
+      }
+      write(next_ * n_, mask_[0], y[0]);
+      if (!gated_) write(next_ * n_ + kStrip, mask_[1], y[1]);
+    }
+  }
+
+  void finish() { advance(rows_); }
+
+ private:
+  CASTLINE_INLINE void write(int64_t at, __mmask16 mask, Vec y) {
+    if (residual_ != nullptr) y = add(y, _mm512_maskz_loadu_ps(mask, residual_ + at));
+    _mm512_mask_storeu_ps(output_ + at, mask, y);
+  }
+
+  const LinearStep& s_;
+  Activation activation_;
+  bool gated_;
+  int64_t n_;
+  Vec scale_[2], bias_[2];
+  __mmask16 mask_[2];
+  int64_t rows_ = 0, next_ = 0;
+  Sums sums_ = {};
+  float* output_ = nullptr;
+  const float* residual_ = nullptr;
+};
 
 }  // namespace
 }  // namespace castline::CASTLINE_ISA

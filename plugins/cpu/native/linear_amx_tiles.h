@@ -1,5 +1,4 @@
-// Tile registers, and what the wide kernels of every format share: pairs of strips, blocks of rows, finished tiles.
-// Included by linear_amx.cpp only.
+// Tile registers, and how the wide kernels block rows. Included by linear_amx.cpp only.
 #pragma once
 
 #include <immintrin.h>
@@ -20,15 +19,28 @@ constexpr int kTileStride = kTileBytes / kTileRows;
 // Tiles by number: sums 0 .. 3, first operands (activations) 4 and 5, second operands (weights) 6 and 7. Eight tiles
 // hold two by two sums, which is the least reading for a multiplication: one load each.
 //
-// The tile instructions are written in assembly because GCC's intrinsics do not tell the compiler that they read and
-// write memory.
+// The tile instructions are written in assembly because GCC's intrinsics do not tell the compiler which memory they
+// read and write.
+typedef uint8_t TileMemory[kTileBytes];
+
 template <int Tile>
 CASTLINE_INLINE void load_tile(const void* from) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(ptrdiff_t{kTileStride}), "n"(Tile) : "memory");
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2"
+               :
+               : "r"(from), "r"(ptrdiff_t{kTileStride}), "n"(Tile), "m"(*static_cast<const TileMemory*>(from)));
+}
+// The same for what will not be read again soon: it leaves the first-level cache to the panel of weights.
+template <int Tile>
+CASTLINE_INLINE void stream_tile(const void* from) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2"
+               :
+               : "r"(from), "r"(ptrdiff_t{kTileStride}), "n"(Tile), "m"(*static_cast<const TileMemory*>(from)));
 }
 template <int Tile>
 CASTLINE_INLINE void store_tile(void* to) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(ptrdiff_t{kTileStride}), "n"(Tile) : "memory");
+  asm volatile("tilestored %%tmm%c3, (%1,%2,1)"
+               : "=m"(*static_cast<TileMemory*>(to))
+               : "r"(to), "r"(ptrdiff_t{kTileStride}), "n"(Tile));
 }
 template <int Tile>
 CASTLINE_INLINE void zero_tile() {
@@ -67,24 +79,11 @@ class TileScope {
   TileScope& operator=(const TileScope&) = delete;
 };
 
-// Two strips that are multiplied together: gate and up of one unit, or those of two units. Where a call ends with a
-// single strip it is multiplied twice and finished once.
-struct StripPair {
-  int unit, units;
-  int strip[2];
-};
-
-static inline StripPair strip_pair(const LinearAttributes& a, int unit, int last) {
-  if (a.gated) return {unit, 1, {2 * unit, 2 * unit + 1}};
-  const int units = last - unit > 1 ? 2 : 1;
-  return {unit, units, {unit, unit + units - 1}};
-}
-
 static inline int64_t row_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 // Row tiles that are taken through all strips before the next: their prepared bytes stay in the second-level cache.
 static inline int64_t block_tiles(int64_t bytes_per_tile) {
-  constexpr int64_t kBlockBytes = 1 << 20;
+  constexpr int64_t kBlockBytes = 3 << 19;
   const int64_t tiles = kBlockBytes / bytes_per_tile / 2 * 2;
   return tiles < 2 ? 2 : tiles > 32 ? 32 : tiles;
 }
