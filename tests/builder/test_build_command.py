@@ -126,10 +126,16 @@ def test_full_disk_is_refused_with_the_estimate(tmp_path: Path) -> None:
 
 def test_engine_estimate_follows_the_recipe() -> None:
     """An estimate at 4 bytes a weight would refuse int8 engines that fit."""
-    sizes = [engine_bytes(FACTS, RECIPES[name]) / FACTS.num_parameters for name in ("fp32", "int8", "int4")]
+    sizes = [engine_bytes(FACTS, RECIPES[name]) / FACTS.num_parameters for name in ("fp32", "int8", "q4_1", "int4")]
     assert sizes[0] == pytest.approx(4, rel=0.01)
     assert sizes[1] == pytest.approx(1.125, rel=0.05)
-    assert sizes[1] >= sizes[2]
+    assert sizes[1] >= sizes[2] >= sizes[3]
+
+
+def test_engine_estimate_knows_what_stays_in_fp32() -> None:
+    """An embedding that no matmul reads is not quantised: half of a small model with a large vocabulary."""
+    half = FACTS.num_parameters // 2
+    assert engine_bytes(FACTS, RECIPES["int8"], half) / FACTS.num_parameters == pytest.approx((4 + 1.125) / 2, rel=0.05)
 
 
 def test_rebuild_command_says_what_was_asked() -> None:
@@ -143,6 +149,7 @@ def test_rebuild_command_says_what_was_asked() -> None:
         "--block-size 16 --max-model-len 99 --max-num-seqs 8 --max-num-batched-tokens 77 --threads 3 "
         "--no-tune --no-verify --allow-unverified"
     )
+    assert BuildOptions("demo", Path("e"), recipe="int8").rebuild_command().endswith("--recipe int8")
     assert BuildOptions("demo", Path("e")).rebuild_command() == "castline build demo --target cpu --output e"
 
 

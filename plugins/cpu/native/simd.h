@@ -11,6 +11,11 @@
 //   load_words, shift_left<N>, shift_right<N> (arithmetic), high_half, as_float, to_float
 //   round, exp2_int               nearest integer as a float; 2^x of an integral x in the normal range
 //   load_int8, load_fp8           kLanes elements as floats; fp8 comes divided by kFp8Scale
+//   sub, load_half                load_half: kLanes halves as floats
+//   load_first, store_first       the first n lanes (any n): the others are read as 0, and left alone
+//   magnitude, max_int, reduce_max_int   |x| as its bits, whose order is that of the magnitudes; a NaN is the greatest
+//   store_rounded                 nearest integers as bytes, for |x| <= 127; returns their sum
+//   sum_of_squares                of count floats, in double
 #pragma once
 
 #include "numeric.h"

@@ -54,5 +54,30 @@ CASTLINE_INLINE Vec load_fp8(const uint8_t* p) {
   return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbf80))));
 }
 
+CASTLINE_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+CASTLINE_INLINE Vec load_half(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+CASTLINE_INLINE Vec load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(lanes_below(n), p); }
+CASTLINE_INLINE void store_first(float* p, int n, Vec v) { _mm512_mask_storeu_ps(p, lanes_below(n), v); }
+CASTLINE_INLINE Int magnitude(Vec v) { return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff)); }
+CASTLINE_INLINE Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
+CASTLINE_INLINE int32_t reduce_max_int(Int v) { return _mm512_reduce_max_epi32(v); }
+CASTLINE_INLINE int32_t store_rounded(int8_t* p, Vec v) {
+  const Int rounded = _mm512_cvtps_epi32(v);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(rounded));
+  return _mm512_reduce_add_epi32(rounded);
+}
+CASTLINE_INLINE double sum_of_squares(const float* x, int count) {
+  __m512d even = _mm512_setzero_pd(), odd = _mm512_setzero_pd();
+  for (int i = 0; i < count; i += 16) {
+    const Vec v = load_first(x + i, count - i);
+    const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(v)), b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+    even = _mm512_fmadd_pd(a, a, even);
+    odd = _mm512_fmadd_pd(b, b, odd);
+  }
+  return _mm512_reduce_add_pd(_mm512_add_pd(even, odd));
+}
+
 }  // namespace
 }  // namespace castline::CASTLINE_ISA

@@ -83,5 +83,38 @@ CASTLINE_INLINE Vec load_fp8(const uint8_t* p) {
   return Vec{kFp8Table.value[p[0]], kFp8Table.value[p[1]], kFp8Table.value[p[2]], kFp8Table.value[p[3]]};
 }
 
+CASTLINE_INLINE Vec sub(Vec a, Vec b) { return a - b; }
+CASTLINE_INLINE Vec load_half(const uint16_t* p) {
+  return Vec{half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
+}
+CASTLINE_INLINE Vec load_first(const float* p, int n) {
+  Vec v = {};
+  for (int i = 0; i < n && i < kLanes; ++i) v[i] = p[i];
+  return v;
+}
+CASTLINE_INLINE void store_first(float* p, int n, Vec v) {
+  for (int i = 0; i < n && i < kLanes; ++i) p[i] = v[i];
+}
+CASTLINE_INLINE Int magnitude(Vec v) { return reinterpret_cast<Int>(v) & 0x7fffffff; }
+CASTLINE_INLINE Int max_int(Int a, Int b) { return a > b ? a : b; }
+CASTLINE_INLINE int32_t reduce_max_int(Int v) {
+  const int32_t a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+  return a > b ? a : b;
+}
+CASTLINE_INLINE int32_t store_rounded(int8_t* p, Vec v) {
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    const int32_t rounded = round_to_int(v[i]);
+    p[i] = static_cast<int8_t>(rounded);
+    sum += rounded;
+  }
+  return sum;
+}
+CASTLINE_INLINE double sum_of_squares(const float* x, int count) {
+  double sum = 0;
+  for (int i = 0; i < count; ++i) sum += static_cast<double>(x[i]) * x[i];
+  return sum;
+}
+
 }  // namespace
 }  // namespace castline::CASTLINE_ISA
