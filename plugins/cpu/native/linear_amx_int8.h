@@ -135,6 +135,7 @@ static inline void compute_int8(const LinearAttributes& a, const LinearStep& s, 
       const Vec scale[2] = {column_scale(a, s, pair.strip[0]), column_scale(a, s, pair.strip[1])};
       for (int64_t tile = first_tile; tile < last_tile; ++tile, buffer ^= 1) {
         multiply_int8(strips, steps, prepared + tile * tile_bytes, sums[buffer], finisher);
+        finisher.finish();
         finisher.begin(pair, scale, tile * kTileRows, 1, {sums[buffer], integers + tile * kTileRows});
       }
       unit += pair.units;
