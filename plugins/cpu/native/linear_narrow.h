@@ -63,16 +63,46 @@ void prepare(const LinearAttributes& a, const LinearStep& s, int64_t first, int6
   }
 }
 
-// The strips of a tile, and what to fetch while it is multiplied.
+// Fetching some memory while tiles are multiplied: a few lines with every group.
+struct Fetch {
+  // Spread over *calls* tiles of *groups* groups.
+  Fetch(const void* from, size_t bytes, int64_t calls, int groups) : at(static_cast<const char*>(from)), groups(groups) {
+    const int64_t lines_wanted = static_cast<int64_t>(bytes + 63) / 64, slots = calls * groups;
+    end = at + bytes;
+    lines = static_cast<int>((lines_wanted + slots - 1) / slots);
+  }
+  // After a tile.
+  void advance() {
+    at += static_cast<ptrdiff_t>(lines) * groups * 64;
+    if (at >= end) lines = 0;
+  }
+
+  const char* at;
+  const char* end;
+  int groups, lines;
+};
+
+// The strips of a tile, and what to fetch meanwhile: the strips after them.
 struct Panel {
   const uint8_t* weight;
   const uint16_t* scales;
   size_t weight_stride, scales_stride;  // from strip to strip
   int groups;
-  int scale_shift;     // activation groups a scale: 2^scale_shift; used where scales are grouped
-  const char* ahead;
-  int ahead_lines;     // lines to fetch a group
+  int scale_shift;  // activation groups a scale: 2^scale_shift; used where scales are grouped
+  bool near;        // fetch into the first-level cache, which has room
+  Fetch weight_ahead, scales_ahead;
 };
+
+CASTLINE_INLINE const char* fetch(const char* from, int lines, bool near) {
+  for (int i = 0; i < lines; ++i, from += 64) {
+    if (near) {
+      __builtin_prefetch(from, 0, 3);
+    } else {
+      __builtin_prefetch(from, 0, 2);
+    }
+  }
+  return from;
+}
 
 constexpr int kStripVecs = kStrip / kLanes;
 constexpr int kTotalsStrips = kTileStrips > 2 ? kTileStrips : 2;  // of a row of totals: a unit or a tile
@@ -108,7 +138,8 @@ __attribute__((noinline)) void multiply_tile(const Panel& panel, const RowGroup*
   constexpr int kParts = F == kW4Dm ? 2 : 1;  // vectors of 16 halves a group
   constexpr bool kInRegisters = Rows * kVecs <= 4;
   const uint8_t* weight = panel.weight;
-  const char* ahead = panel.ahead;
+  const char* weight_ahead = panel.weight_ahead.at;
+  const char* scales_ahead = panel.scales_ahead.at;
   const auto scale_of = [&](int group, int part, int v) {
     return load_half(panel.scales + v / kStripVecs * panel.scales_stride + (group * kParts + part) * kStrip +
                      v % kStripVecs * kLanes);
@@ -136,7 +167,8 @@ __attribute__((noinline)) void multiply_tile(const Panel& panel, const RowGroup*
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) sum[r][v] = start<F>(rows[r].offset);
     }
-    for (int i = 0; i < panel.ahead_lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    weight_ahead = fetch(weight_ahead, panel.weight_ahead.lines, panel.near);
+    scales_ahead = fetch(scales_ahead, panel.scales_ahead.lines, panel.near);
     add_group<F>(weight, panel.weight_stride, rows, sum);
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) {
@@ -171,44 +203,51 @@ void multiply_rows(int rows, const Panel& panel, const RowGroup* prepared, float
 }
 
 template <LinearFormat F, bool PerColumn>
-void multiply_strips(int strips, int rows, const Panel& panel, const RowGroup* prepared, float* totals) {
-  if (strips == kTileStrips) return multiply_rows<F, PerColumn, kTileStrips>(rows, panel, prepared, totals);
-  Panel one = panel;
+void multiply_strips(int strips, int rows, Panel& panel, const RowGroup* prepared, float* totals) {
+  if (strips == kTileStrips) {
+    multiply_rows<F, PerColumn, kTileStrips>(rows, panel, prepared, totals);
+    panel.weight_ahead.advance();
+    panel.scales_ahead.advance();
+    return;
+  }
   for (int i = 0; i < strips; ++i) {
+    Panel one = panel;
+    one.weight += i * panel.weight_stride;
+    one.scales += i * panel.scales_stride;
     multiply_rows<F, PerColumn, 1>(rows, one, prepared, totals + i * kStrip);
-    one.weight += panel.weight_stride;
-    one.scales += panel.scales_stride;
-    one.ahead += static_cast<size_t>(panel.ahead_lines) * panel.groups * 64;
+    panel.weight_ahead.advance();
+    panel.scales_ahead.advance();
   }
 }
+
+constexpr size_t kNearBytes = 16384;  // strips in use, strips to come and rows share the first-level cache
 
 template <LinearFormat F, bool PerColumn>
 void compute_format(const LinearAttributes& a, const LinearStep& s, int first, int last, const uint8_t* prepared) {
   const RowTiles tiles(s.rows);
   const int groups = activation_groups(a), per_unit = strips_per_unit(a), end = last * per_unit;
-  const int shift = a.group == 2 * kActivationGroup ? 1 : 0;
+  const RowGroup* const rows = reinterpret_cast<const RowGroup*>(prepared);
   alignas(64) float totals[kTileRows * kTotalsStrips * kStrip];
   for (int strip = first * per_unit, count; strip < end; strip += count) {
     count = end - strip < kTotalsStrips ? end - strip : kTotalsStrips;
-    Panel panel = {s.weight + strip * strip_bytes(a), s.scales + strip * strip_scales(a), strip_bytes(a),
-                   strip_scales(a), groups, shift, nullptr, 0};
-    if (strip + count < end) {
-      const int64_t lines = count * strip_bytes(a) / 64, calls = tiles.count * groups * (count / kTileStrips);
-      panel.ahead = reinterpret_cast<const char*>(panel.weight + count * strip_bytes(a));
-      panel.ahead_lines = static_cast<int>((lines + calls - 1) / calls);
-    }
+    const uint8_t* const weight = s.weight + strip * strip_bytes(a);
+    const uint16_t* const scales = s.scales + strip * strip_scales(a);
+    const int after = end - strip - count < count ? end - strip - count : count;  // strips to fetch
+    const int64_t calls = tiles.count * (count == kTileStrips ? 1 : count);
+    Panel panel = {weight, scales, strip_bytes(a), strip_scales(a), groups, a.group == 2 * kActivationGroup,
+                   count * strip_bytes(a) <= kNearBytes,
+                   Fetch(weight + count * strip_bytes(a), after * strip_bytes(a), calls, groups),
+                   Fetch(scales + count * strip_scales(a), 2 * after * strip_scales(a), calls, groups)};
     for (int64_t tile = 0; tile < tiles.count; ++tile) {
       const int64_t row = tiles.first(tile);
       const int size = tiles.size(tile);
-      multiply_strips<F, PerColumn>(count, size, panel, reinterpret_cast<const RowGroup*>(prepared) + row * groups,
-                                    totals);
+      multiply_strips<F, PerColumn>(count, size, panel, rows + row * groups, totals);
       for (int r = 0; r < size; ++r) {
         for (int u = 0; u < count / per_unit; ++u) {
           const float* sums = totals + (r * kTotalsStrips + u * per_unit) * kStrip;
           write_unit(a, s, row + r, strip / per_unit + u, sums);
         }
       }
-      panel.ahead += static_cast<size_t>(panel.ahead_lines) * groups * 64 * (count / kTileStrips);
     }
   }
 }

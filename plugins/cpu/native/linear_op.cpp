@@ -26,7 +26,7 @@ constexpr int64_t kRowStep = 64;
 // Elements up to which every thread prepares all rows for itself: cheaper than handing them out and gathering them.
 constexpr int64_t kSelfPrepared = 4096;
 constexpr int kChunksPerWorker = 4;
-constexpr int64_t kUnitStep = 6;  // chunks are whole register tiles, of 2 or 3 strips
+constexpr int64_t kUnitStep = 2;  // chunks are whole register tiles of strips
 
 thread_local Buffer prepared_rows;  // of the thread that runs the step
 
@@ -57,7 +57,7 @@ struct Chunks {
   explicit Chunks(const LinearAttributes& a) : units(castline::units(a)) {
     const int64_t wanted = static_cast<int64_t>(kChunksPerWorker) * max_workers();
     size = (units + wanted - 1) / wanted;
-    if (size > kUnitStep / 2) size = (size + kUnitStep - 1) / kUnitStep * kUnitStep;
+    if (size > 1) size = (size + kUnitStep - 1) / kUnitStep * kUnitStep;
     count = (units + size - 1) / size;
   }
   int first(int64_t chunk) const { return static_cast<int>(chunk * size); }
