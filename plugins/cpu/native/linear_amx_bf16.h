@@ -1,8 +1,8 @@
 // Wide kernels of the formats whose scales change along K: bf16 activations by weights unpacked to bf16. Included by
 // linear_amx.cpp only.
 //
-// A pair of strips is unpacked into a panel while the first pair of row tiles is multiplied: the tile unit works on one
-// step of K as the vector units unpack the next. The other row tiles take the panel from the first-level cache, so K is
+// Two strips are unpacked into a panel while the first pair of row tiles is multiplied: the tile unit works on one step
+// of K as the vector units unpack the next. The other row tiles take the panel from the first-level cache, so K is
 // taken in blocks whose panel fits there; sums wait in memory from one block to the next.
 #pragma once
 
@@ -13,11 +13,7 @@
 namespace castline::CASTLINE_ISA {
 namespace {
 
-#ifndef PS
-#define PS 18
-#endif
-constexpr int kPanelSteps = PS;
-constexpr int kBlockTiles = 32;
+constexpr int kPanelSteps = 18;
 
 static inline int64_t steps_of(const LinearAttributes& a) { return padded_k(a) / kStep; }
 
@@ -130,7 +126,7 @@ class PanelWalk {
     if (unit_ == last_) return false;
     if (step_ == 0) {
       pair_ = strip_pair(a_, unit_, last_);
-      for (int i = 0; i < 2; ++i) strips_[i] = make_strip<Format>(a_, s_, pair_.strip[i], 2);
+      for (int i = 0; i < 2; ++i) strips_[i] = make_strip<Format>(a_, s_, pair_.strip[i]);
     }
     panel.pair = pair_;
     panel.strips[0] = strips_[0];

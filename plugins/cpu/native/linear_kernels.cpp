@@ -7,6 +7,7 @@ extern const LinearKernels kPortableLinear;
 extern const LinearKernels kAvx2Linear;
 extern const LinearKernels kAvxVnniLinear;
 extern const LinearKernels kAvx512Linear;
+extern const LinearKernels kAmxLinear;
 #endif
 
 namespace {
@@ -18,20 +19,28 @@ const LinearKernels* const kNarrowWidestFirst[] = {
     &kAvx2Linear,
 #endif
     &kPortableLinear,
+    nullptr,
 };
+
+const LinearKernels* const kWideWidestFirst[] = {
+#if defined(__x86_64__)
+    &kAmxLinear,
+#endif
+    nullptr,
+};
+
+// The first of a table that the selected instruction set allows, or nullptr at the table's end.
+const LinearKernels* first_allowed(const LinearKernels* const* widest_first, Isa selected) {
+  while (*widest_first != nullptr && !runs_on((*widest_first)->isa, selected)) ++widest_first;
+  return *widest_first;
+}
 
 }  // namespace
 
 bool select_linear_kernels(LinearChoice* choice, std::string* error) {
   Isa selected;
   if (!selected_isa(&selected, error)) return false;
-  *choice = {&kPortableLinear, nullptr};
-  for (const LinearKernels* kernels : kNarrowWidestFirst) {
-    if (runs_on(kernels->isa, selected)) {
-      choice->narrow = kernels;
-      break;
-    }
-  }
+  *choice = {first_allowed(kNarrowWidestFirst, selected), first_allowed(kWideWidestFirst, selected)};
   return true;
 }
 
