@@ -159,8 +159,8 @@ struct RowBlock {
   int64_t width(int64_t tile) const { return last - tile < 2 ? 1 : 2; }
 };
 
-// Each step of a panel is unpacked while the step before it multiplies the first row tiles; the others then multiply the
-// whole panel. With no others the panel is a ring of a few steps. Finished row tiles go through their epilogue
+// Each step of a panel is unpacked while the step before it multiplies the first row tiles; the others then multiply
+// the whole panel. With no others the panel is a ring of a few steps. Finished row tiles go through their epilogue
 // beside the next ones.
 template <class Format>
 void compute_block(const LinearAttributes& a, const LinearStep& s, int first, int last, const RowBlock& block) {

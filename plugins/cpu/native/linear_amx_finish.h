@@ -33,9 +33,9 @@ static inline void zero_padding(uint8_t* prepared, int64_t rows, int64_t tile_by
   }
 }
 
-// Writes finished rows beside the multiplication of the next ones, a few at each piece of work: the tile unit multiplies
-// while the vector units finish. Sums::row yields the sums of one row with both strips of the pair, up to a column's
-// scale.
+// Writes finished rows beside the multiplication of the next ones, a few at each piece of work: the tile unit
+// multiplies while the vector units finish. Sums::row yields the sums of one row with both strips of the pair, up to a
+// column's scale.
 template <class Sums>
 class Finisher {
  public:

@@ -82,7 +82,8 @@ struct IntegerSums {
     for (int strip = 0; strip < 2; ++strip) {
       const int32_t* from = sums + strip * 2 * kTileFloats + row * kStrip;
       const Int high = _mm512_sub_epi32(load_line(from), _mm512_set1_epi32(static_cast<int>(integers.high)));
-      const Int low = _mm512_sub_epi32(load_line(from + kTileFloats), _mm512_set1_epi32(static_cast<int>(integers.low)));
+      const Int low =
+          _mm512_sub_epi32(load_line(from + kTileFloats), _mm512_set1_epi32(static_cast<int>(integers.low)));
       const Vec sum = fma(to_float(high), broadcast(256.0f), to_float(low));
       out[strip] = mul(sum, broadcast(integers.scale));
     }

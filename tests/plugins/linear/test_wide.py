@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif("amx" not in available_isas(), reason="this host
 FORMATS = [(fmt, group) for fmt, groups in LINEAR_GROUPS.items() for group in groups]
 ROWS = (1, 2, 15, 16, 17, 31, 33, 64, 130, 513)
 
-# Of outputs of size about 1: float32 sums, and activations that round to the other bf16 where the norm differs by a bit.
+# Of outputs of size about 1: float32 sums, and activations that round otherwise where the norm differs by a bit.
 TOLERANCE = 1e-4
 
 
