@@ -55,6 +55,11 @@ def active_isa() -> str:
     return str(name.decode())
 
 
+def has_wide_kernels() -> bool:
+    """Whether the Linear nodes of a session opened now have wide kernels. Raises EngineError as `active_isa`."""
+    return active_isa() == "amx"
+
+
 @cache
 def _load() -> ctypes.CDLL:
     import onnxruntime  # here: checking a manifest needs no runtime, and a server's own process never loads one

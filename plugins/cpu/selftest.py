@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from castline.engines.errors import EngineError
 from castline.plugins.contract import KV_DTYPE_CODES, AttentionAttributes, QkNorm, kv_pool_name
-from castline.plugins.cpu.library import PLUGIN_NAME, active_isa, library_path
+from castline.plugins.cpu.library import PLUGIN_NAME, active_isa, has_wide_kernels, library_path
 from castline.plugins.cpu.linear_model import (
     IDS,
     SCALES,
@@ -83,7 +83,7 @@ def _test_linear(fmt: LinearFormat, group: int) -> None:
         bias=rng.standard_normal((2, n)).astype(np.float32),
         residual=rng.standard_normal((_TOKENS, n)).astype(np.float32),
     )
-    for kernels, wide_rows, tolerance in (("narrow", -1, TOLERANCE), ("wide", 1, WIDE_TOLERANCE)):
+    for wide in (False, True) if has_wide_kernels() else (False,):
         attributes = LinearAttributes(
             k=k,
             n=n,
@@ -92,11 +92,13 @@ def _test_linear(fmt: LinearFormat, group: int) -> None:
             activation=int(Activation.SILU),
             gated=1,
             norm=1,
-            wide_rows=wide_rows,
+            wide_rows=1 if wide else -1,
         )
-        what = f"{fmt.name} weights in groups of {group} ({kernels})"
+        what = f"{fmt.name} weights in groups of {group} ({'wide' if wide else 'narrow'})"
         model = serialise_linear_model(attributes, bias=True, residual=True)
-        _compare(what, model, linear_feeds(inputs, packed), linear(attributes, inputs, packed), tolerance)
+        expected = linear(attributes, inputs, packed, wide=wide)
+        tolerance = WIDE_TOLERANCE if wide else TOLERANCE
+        _compare(what, model, linear_feeds(inputs, packed), expected, tolerance)
 
 
 def _test_embedding() -> None:

@@ -103,7 +103,7 @@ def test_self_test_can_fail(monkeypatch) -> None:
 def test_self_test_of_linear_can_fail(monkeypatch, reference, problem) -> None:
     """The same of the other operators."""
     right = getattr(selftest, reference)
-    monkeypatch.setattr(selftest, reference, lambda *inputs: right(*inputs) + np.float32(0.05))
+    monkeypatch.setattr(selftest, reference, lambda *inputs, **options: right(*inputs, **options) + np.float32(0.05))
     with pytest.raises(EngineError, match=f"self-test of {problem}"):
         selftest.run_self_test()
 
