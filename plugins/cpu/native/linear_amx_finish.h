@@ -22,6 +22,23 @@ static inline StripPair strip_pair(const LinearAttributes& a, int unit, int last
   return {unit, units, {unit, unit + units - 1}};
 }
 
+// x / (1 + exp(-x)) with exp(-x) = 2^n 2^f, |f| <= 1/2, in half the instructions of the general activation: an epilogue
+// shares the vector units with unpacking. The polynomial is the minimax one of degree 5, relative error 2e-7.
+CASTLINE_INLINE Vec silu(Vec x) {
+  const Vec t = max(_mm512_min_ps(mul(x, broadcast(-1.44269504f)), broadcast(126.0f)), broadcast(-126.0f));
+  const Vec n = round(t), f = sub(t, n);
+  Vec p = fma(broadcast(1.3264727e-3f), f, broadcast(9.6715128e-3f));
+  p = fma(p, f, broadcast(5.5507337e-2f));
+  p = fma(p, f, broadcast(2.4022242e-1f));
+  p = fma(p, f, broadcast(6.9314698e-1f));
+  p = fma(p, f, broadcast(1.0f));
+  return div(x, add(broadcast(1.0f), _mm512_scalef_ps(p, n)));
+}
+
+CASTLINE_INLINE Vec activate_wide(Activation activation, Vec x) {
+  return activation == kSilu ? silu(x) : activate(activation, x);
+}
+
 // Zeroes the rows that fill up the last row tile, in each of its parts. Steps of fewer than 16 rows have tiles of as
 // many rows.
 static inline void zero_padding(uint8_t* prepared, int64_t rows, int64_t tile_bytes) {
@@ -107,7 +124,7 @@ class Finisher {
     for (int64_t row = next_, at = row * n_; row < end; ++row, at += n_) {
       Vec y[2];
       sums_.row(row, y);
-      for (int i = 0; i < 2; ++i) c.write(at, i, activate(activation_, fma(y[i], c.scale[i], c.bias[i])));
+      for (int i = 0; i < 2; ++i) c.write(at, i, activate_wide(activation_, fma(y[i], c.scale[i], c.bias[i])));
     }
   }
 
@@ -117,7 +134,7 @@ class Finisher {
       Vec y[2];
       sums_.row(row, y);
       for (int i = 0; i < 2; ++i) y[i] = fma(y[i], c.scale[i], c.bias[i]);
-      c.write(at, 0, mul(activate(activation_, y[0]), y[1]));
+      c.write(at, 0, mul(activate_wide(activation_, y[0]), y[1]));
     }
   }
 
