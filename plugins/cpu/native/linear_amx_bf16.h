@@ -1,8 +1,8 @@
 // Wide kernels of the formats whose scales change along K: bf16 activations by weights unpacked to bf16. Included by
 // linear_amx.cpp only.
 //
-// A pair of strips is unpacked into a panel while the first pair of row tiles is multiplied: the tile unit works on one
-// step of K as the vector units unpack the next. The other row tiles take the panel from the first-level cache, so K is
+// Two strips are unpacked into a panel while the first pair of row tiles is multiplied: the tile unit works on one step
+// of K as the vector units unpack the next. The other row tiles take the panel from the first-level cache, so K is
 // taken in blocks whose panel fits there; sums wait in memory from one block to the next.
 #pragma once
 
@@ -13,11 +13,7 @@
 namespace castline::CASTLINE_ISA {
 namespace {
 
-#ifndef PS
-#define PS 18
-#endif
-constexpr int kPanelSteps = PS;
-constexpr int kBlockTiles = 32;
+constexpr int kPanelSteps = 18;
 
 static inline int64_t steps_of(const LinearAttributes& a) { return padded_k(a) / kStep; }
 
@@ -56,36 +52,18 @@ struct FloatSums {
   }
 };
 
-// Adds the products of *steps* steps to the tiles of sums; work(i) is done beside step i.
-template <int RowTiles, class Work>
-CASTLINE_INLINE void multiply_steps(int64_t steps, const uint8_t* rows, int64_t tile_bytes, const uint8_t* panel,
-                                    int64_t panel_mask, Work work) {
-  for (int64_t i = 0; i < steps; ++i, rows += kTileBytes) {
-    const uint8_t* weights = panel + (i & panel_mask) * 2 * kTileBytes;
-    stream_tile<4>(rows);
-    load_tile<6>(weights);
-    add_product_bf16<0, 4, 6>();
-    load_tile<7>(weights + kTileBytes);
-    add_product_bf16<1, 4, 7>();
-    if (RowTiles == 2) {
-      stream_tile<5>(rows + tile_bytes);
-      add_product_bf16<2, 5, 6>();
-      add_product_bf16<3, 5, 7>();
-    }
-    work(i);
-  }
-}
-
 // One or two row tiles over one block of K.
 struct TileTask {
   const uint8_t* rows;
   int64_t tile_bytes;
   int64_t first_step, steps;
-  uint8_t* panel;
+  const uint8_t* panel;  // [step & panel_mask][strip]
   int64_t panel_mask;
   float* sums;  // continued where first_step > 0
 };
 
+// Sums of the tiles; work(2 i) and work(2 i + 1) are done beside step i. Half a step of tiles follows each piece of
+// work, because the processor looks no further ahead than about a hundred pending vector instructions.
 template <int RowTiles, class Work>
 CASTLINE_INLINE void multiply_tiles(const TileTask& t, Work work) {
   if (t.first_step == 0) {
@@ -99,23 +77,40 @@ CASTLINE_INLINE void multiply_tiles(const TileTask& t, Work work) {
     if (RowTiles == 2) load_tile<2>(t.sums + 2 * kTileFloats);
     if (RowTiles == 2) load_tile<3>(t.sums + 3 * kTileFloats);
   }
-  multiply_steps<RowTiles>(t.steps, t.rows, t.tile_bytes, t.panel, t.panel_mask, work);
+  const uint8_t* rows = t.rows;
+  for (int64_t i = 0; i < t.steps; ++i, rows += kTileBytes) {
+    const uint8_t* weights = t.panel + (i & t.panel_mask) * 2 * kTileBytes;
+    work(2 * i);
+    stream_tile<4>(rows);
+    load_tile<6>(weights);
+    add_product_bf16<0, 4, 6>();
+    if (RowTiles == 2) stream_tile<5>(rows + t.tile_bytes);
+    if (RowTiles == 2) add_product_bf16<2, 5, 6>();
+    work(2 * i + 1);
+    load_tile<7>(weights + kTileBytes);
+    add_product_bf16<1, 4, 7>();
+    if (RowTiles == 2) add_product_bf16<3, 5, 7>();
+  }
   store_tile<0>(t.sums);
   store_tile<1>(t.sums + kTileFloats);
   if (RowTiles == 2) store_tile<2>(t.sums + 2 * kTileFloats);
   if (RowTiles == 2) store_tile<3>(t.sums + 3 * kTileFloats);
 }
 
-// One block of K of one pair of strips, which fills a panel.
+// One block of K of one pair of strips, and where it is unpacked.
 template <class Format>
-struct PanelSource {
+struct Panel {
   StripPair pair;
   Strip strips[2];
   int64_t first_step, steps;
+  uint8_t* memory;  // [step & mask][strip]
+  int64_t mask;
 
-  // The tile of strip part % 2 at step part / 2.
-  CASTLINE_INLINE void unpack(int64_t part, uint8_t* to) const {
-    Format::unpack(strips[part & 1], static_cast<int>(first_step + (part >> 1)), to);
+  // Part 2 i + j is step i of strip j.
+  CASTLINE_INLINE void unpack(int64_t part) const {
+    const int64_t step = part >> 1, strip = part & 1;
+    Format::unpack(strips[strip], static_cast<int>(first_step + step),
+                   memory + ((step & mask) * 2 + strip) * kTileBytes);
   }
 };
 
@@ -127,21 +122,22 @@ class PanelWalk {
       : a_(a), s_(s), unit_(first), last_(last), block_steps_(block_steps) {}
 
   // False where no panel is left.
-  bool next(PanelSource<Format>& source) {
+  bool next(Panel<Format>& panel) {
     if (unit_ == last_) return false;
     if (step_ == 0) {
-      const StripPair pair = strip_pair(a_, unit_, last_);
-      current_ = {pair,
-                  {make_strip<Format>(a_, s_, pair.strip[0], 2), make_strip<Format>(a_, s_, pair.strip[1], 2)}, 0, 0};
+      pair_ = strip_pair(a_, unit_, last_);
+      for (int i = 0; i < 2; ++i) strips_[i] = make_strip<Format>(a_, s_, pair_.strip[i]);
     }
-    current_.first_step = step_;
-    current_.steps = steps_of(a_) - step_ < block_steps_ ? steps_of(a_) - step_ : block_steps_;
-    step_ += current_.steps;
+    panel.pair = pair_;
+    panel.strips[0] = strips_[0];
+    panel.strips[1] = strips_[1];
+    panel.first_step = step_;
+    panel.steps = steps_of(a_) - step_ < block_steps_ ? steps_of(a_) - step_ : block_steps_;
+    step_ += panel.steps;
     if (step_ == steps_of(a_)) {
       step_ = 0;
-      unit_ += current_.pair.units;
+      unit_ += pair_.units;
     }
-    source = current_;
     return true;
   }
 
@@ -150,7 +146,8 @@ class PanelWalk {
   const LinearStep& s_;
   int unit_, last_;
   int64_t block_steps_, step_ = 0;
-  PanelSource<Format> current_;
+  StripPair pair_;
+  Strip strips_[2];
 };
 
 // Row tiles first .. last of the prepared rows.
@@ -162,69 +159,47 @@ struct RowBlock {
   int64_t width(int64_t tile) const { return last - tile < 2 ? 1 : 2; }
 };
 
-// At most two row tiles: each step of K is unpacked while the step before it multiplies, into a ring that stays in the
-// first-level cache.
-template <class Format, int RowTiles>
-void compute_few(const LinearAttributes& a, const LinearStep& s, int first, int last, const RowBlock& block) {
-  constexpr int64_t kRingMask = 3;
-  alignas(64) uint8_t ring[(kRingMask + 1) * 2 * kTileBytes];
-  alignas(64) float sums[2][2 * RowTiles * kTileFloats];
-  PanelWalk<Format> walk(a, s, first, last, steps_of(a));
-  PanelSource<Format> source;
-  Finisher<FloatSums> finisher(a, s);
-  for (int buffer = 0; walk.next(source); buffer ^= 1) {
-    const int64_t finished = (kTileRows * RowTiles + source.steps - 1) / source.steps;
-    const auto unpack = [&](int64_t i) {
-      uint8_t* const to = ring + (i & kRingMask) * 2 * kTileBytes;
-      source.unpack(2 * i, to);
-      source.unpack(2 * i + 1, to + kTileBytes);
-    };
-    unpack(0);
-    const TileTask task = {block.rows(block.first, 0), block.tile_bytes, 0, source.steps, ring, kRingMask,
-                           sums[buffer]};
-    multiply_tiles<RowTiles>(task, [&](int64_t i) {
-      if (i + 1 < source.steps) unpack(i + 1);
-      finisher.advance(finished);
-    });
-    const Vec scale[2] = {source.strips[0].inverse, source.strips[1].inverse};
-    finisher.begin(source.pair, scale, block.first * kTileRows, RowTiles, {sums[buffer]});
-  }
-  finisher.finish();
-}
-
-// More row tiles: a whole panel multiplies them all, while the next panel is unpacked.
+// Each step of a panel is unpacked while the step before it multiplies the first row tiles; the others then multiply
+// the whole panel. With no others the panel is a ring of a few steps. Finished row tiles go through their epilogue
+// beside the next ones.
 template <class Format>
-void compute_many(const LinearAttributes& a, const LinearStep& s, int first, int last, const RowBlock& block) {
-  alignas(64) uint8_t panels[2][2 * kPanelSteps * kTileBytes];
+void compute_block(const LinearAttributes& a, const LinearStep& s, int first, int last, const RowBlock& block) {
+  constexpr int64_t kRingMask = 3;
+  static_assert(kPanelSteps > kRingMask, "a panel's memory holds the ring");
+  alignas(64) uint8_t memory[2][2 * kPanelSteps * kTileBytes];
   alignas(64) float sums[2 * kBlockTiles * kTileFloats];
-  const int64_t steps = steps_of(a), blocks = (steps + kPanelSteps - 1) / kPanelSteps;
+  const int64_t steps = steps_of(a), tiles = block.last - block.first;
+  const int64_t blocks = tiles <= 2 ? 1 : (steps + kPanelSteps - 1) / kPanelSteps;
+  const int64_t mask = tiles <= 2 ? kRingMask : ~int64_t{0};
   PanelWalk<Format> walk(a, s, first, last, (steps + blocks - 1) / blocks);
-  PanelSource<Format> sources[2];
   Finisher<FloatSums> finisher(a, s);
-  bool left = walk.next(sources[0]);
-  for (int64_t part = 0; left && part < 2 * sources[0].steps; ++part) {
-    sources[0].unpack(part, panels[0] + part * kTileBytes);
-  }
-  for (int buffer = 0; left; buffer ^= 1) {
-    const PanelSource<Format>& source = sources[buffer];
-    const PanelSource<Format>& next = sources[buffer ^ 1];
-    uint8_t* const next_panel = panels[buffer ^ 1];
-    left = walk.next(sources[buffer ^ 1]);
-    const int64_t parts = left ? 2 * next.steps : 0, moments = (block.last - block.first + 1) / 2 * source.steps;
-    const int64_t finished = (2 * kTileRows + source.steps - 1) / source.steps;
-    int64_t part = 0, due = 0;
-    const auto work = [&](int64_t) {
-      finisher.advance(finished);
-      for (due += parts; due >= moments; due -= moments, ++part) next.unpack(part, next_panel + part * kTileBytes);
-    };
-    for (int64_t tile = block.first; tile < block.last; tile += 2) {
-      float* const to = sums + (blocks > 1 ? tile - block.first : tile & 2) * 2 * kTileFloats;
-      const TileTask task = {block.rows(tile, source.first_step), block.tile_bytes, source.first_step, source.steps,
-                             panels[buffer], -1, to};
+  Panel<Format> panels[2];
+  panels[0].memory = memory[0];
+  panels[1].memory = memory[1];
+  panels[0].mask = panels[1].mask = mask;
+  bool left = walk.next(panels[0]);
+  for (int part = 0; left && part < 2; ++part) panels[0].unpack(part);
+  for (int current = 0, buffer = 0; left; current ^= 1) {
+    const Panel<Format>& panel = panels[current];
+    const Panel<Format>& next = panels[current ^ 1];
+    left = walk.next(panels[current ^ 1]);
+    const int64_t parts = 2 * panel.steps, finished = (2 * kTileRows + parts - 1) / parts;
+    const bool whole = panel.first_step + panel.steps == steps;
+    for (int64_t tile = block.first; tile < block.last; tile += 2, buffer ^= 1) {
+      const bool is_first = tile == block.first, is_last = tile + 2 >= block.last;
+      float* const to = sums + (blocks > 1 ? tile - block.first : 2 * buffer) * 2 * kTileFloats;
+      const TileTask task = {block.rows(tile, panel.first_step), block.tile_bytes, panel.first_step, panel.steps,
+                             panel.memory, mask, to};
+      const auto work = [&](int64_t part) {
+        if (is_first && part + 2 < parts) panel.unpack(part + 2);
+        if (is_last && part + 2 >= parts && left) next.unpack(part + 2 - parts);
+        finisher.advance(finished);
+      };
       block.width(tile) == 2 ? multiply_tiles<2>(task, work) : multiply_tiles<1>(task, work);
-      if (source.first_step + source.steps < steps) continue;
-      const Vec scale[2] = {source.strips[0].inverse, source.strips[1].inverse};
-      finisher.begin(source.pair, scale, tile * kTileRows, block.width(tile), {to});
+      if (!whole) continue;
+      const Vec scale[2] = {panel.strips[0].inverse, panel.strips[1].inverse};
+      finisher.finish();
+      finisher.begin(panel.pair, scale, tile * kTileRows, block.width(tile), {to});
     }
   }
   finisher.finish();
@@ -236,12 +211,7 @@ void compute_bf16(const LinearAttributes& a, const LinearStep& s, int first, int
   const TileScope scope(s.rows);
   for (int64_t tile = 0; tile < tiles; tile += most) {
     const int64_t end = tiles - tile < most ? tiles : tile + most;
-    const RowBlock block = {tile, end, tile_bytes, prepared};
-    if (end - tile > 2) {
-      compute_many<Format>(a, s, first, last, block);
-    } else {
-      (end - tile == 2 ? compute_few<Format, 2> : compute_few<Format, 1>)(a, s, first, last, block);
-    }
+    compute_block<Format>(a, s, first, last, {tile, end, tile_bytes, prepared});
   }
 }
 

@@ -82,7 +82,8 @@ struct IntegerSums {
     for (int strip = 0; strip < 2; ++strip) {
       const int32_t* from = sums + strip * 2 * kTileFloats + row * kStrip;
       const Int high = _mm512_sub_epi32(load_line(from), _mm512_set1_epi32(static_cast<int>(integers.high)));
-      const Int low = _mm512_sub_epi32(load_line(from + kTileFloats), _mm512_set1_epi32(static_cast<int>(integers.low)));
+      const Int low =
+          _mm512_sub_epi32(load_line(from + kTileFloats), _mm512_set1_epi32(static_cast<int>(integers.low)));
       const Vec sum = fma(to_float(high), broadcast(256.0f), to_float(low));
       out[strip] = mul(sum, broadcast(integers.scale));
     }
@@ -135,6 +136,7 @@ static inline void compute_int8(const LinearAttributes& a, const LinearStep& s, 
       const Vec scale[2] = {column_scale(a, s, pair.strip[0]), column_scale(a, s, pair.strip[1])};
       for (int64_t tile = first_tile; tile < last_tile; ++tile, buffer ^= 1) {
         multiply_int8(strips, steps, prepared + tile * tile_bytes, sums[buffer], finisher);
+        finisher.finish();
         finisher.begin(pair, scale, tile * kTileRows, 1, {sums[buffer], integers + tile * kTileRows});
       }
       unit += pair.units;

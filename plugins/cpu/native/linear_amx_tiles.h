@@ -81,11 +81,13 @@ class TileScope {
 
 static inline int64_t row_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
+constexpr int64_t kBlockTiles = 32;
+
 // Row tiles that are taken through all strips before the next: their prepared bytes stay in the second-level cache.
 static inline int64_t block_tiles(int64_t bytes_per_tile) {
-  constexpr int64_t kBlockBytes = 3 << 19;
+  constexpr int64_t kBlockBytes = 768 << 10;
   const int64_t tiles = kBlockBytes / bytes_per_tile / 2 * 2;
-  return tiles < 2 ? 2 : tiles > 32 ? 32 : tiles;
+  return tiles < 2 ? 2 : tiles > kBlockTiles ? kBlockTiles : tiles;
 }
 
 }  // namespace

@@ -23,10 +23,10 @@ alignas(64) constexpr uint16_t kOrder4[kStep] = {0,  2,  4,  6,  1,  3,  5,  7, 
 alignas(64) constexpr uint16_t kOrder8[kStep] = {0,  2,  1,  3,  4,  6,  5,  7,  8,  10, 9,  11, 12, 14, 13, 15,
                                                  16, 18, 17, 19, 20, 22, 21, 23, 24, 26, 25, 27, 28, 30, 29, 31};
 
-// Activations are stored times 2^64, which keeps products far from fp32's underflow: sums come out times
-// 2^(64 - 112) and the column's power.
-constexpr float kActivationScale = 0x1p64f;
-constexpr float kSumScale = 0x1p48f;
+// Activations are stored times 2^56, which keeps products of all but absurd ones within fp32's range: sums come out
+// times 2^(56 - 112) and the column's power.
+constexpr float kActivationScale = 0x1p56f;
+constexpr float kSumScale = 0x1p56f;
 
 typedef __m512h Halves;
 
@@ -80,8 +80,10 @@ CASTLINE_INLINE void look_up(Int line, Int table, Halves q[4]) {
   q[3] = as_halves(_mm512_permutexvar_epi16(_mm512_srli_epi16(line, 12), table));
 }
 
-// One strip of a matrix, its columns' powers of two found. unpack writes the tile of one step of K. The strip that
-// will be unpacked *ahead* strips later is fetched on the way.
+// Strips are fetched into the second-level cache this many strips ahead of their use.
+constexpr int kStripsAhead = 4;
+
+// One strip of a matrix, its columns' powers of two found. unpack writes the tile of one step of K.
 struct Strip {
   const uint8_t* weight;
   const uint16_t* scales;
@@ -106,12 +108,12 @@ struct WeightsW4Dm {
   static CASTLINE_INLINE void unpack(const Strip& s, int step, uint8_t* tile) {
     const uint8_t* lines = s.weight + static_cast<size_t>(step) * kStepBytes;
     const uint16_t* scales = s.scales + 2 * kStrip * step;
-    _mm_prefetch(reinterpret_cast<const char*>(scales + s.ahead_scales), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(scales + s.ahead_scales), _MM_HINT_T1);
     const Int scaled = _mm512_castph_si512(_mm512_mul_ph(as_halves(load_line(scales)), as_halves(s.power)));
     const Halves d = as_halves(column_pairs(scaled, 0)), m = as_halves(column_pairs(scaled, 16));
     const Int table = nibble_values(0);
     for (int i = 0; i < 4; ++i) {
-      _mm_prefetch(reinterpret_cast<const char*>(lines + s.ahead_bytes + 64 * i), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(lines + s.ahead_bytes + 64 * i), _MM_HINT_T1);
       Halves q[4];
       look_up(load_line(lines + 64 * i), table, q);
       for (int j = 0; j < 4; ++j) {
@@ -132,7 +134,7 @@ CASTLINE_INLINE Vec largest_scale(const Strip& s, int groups) {
 
 CASTLINE_INLINE Halves step_scale(const Strip& s, int step) {
   const uint16_t* scales = s.scales + kStrip * (step * kStep / s.group);
-  _mm_prefetch(reinterpret_cast<const char*>(scales + s.ahead_scales), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(scales + s.ahead_scales), _MM_HINT_T1);
   const Halves scaled = _mm512_mul_ph(as_halves(load_half_line(scales)), as_halves(s.power));
   return as_halves(column_pairs(_mm512_castph_si512(scaled), 0));
 }
@@ -150,7 +152,7 @@ struct WeightsW4 {
     const Halves d = step_scale(s, step);
     const Int table = nibble_values(-8);
     for (int i = 0; i < 4; ++i) {
-      _mm_prefetch(reinterpret_cast<const char*>(lines + s.ahead_bytes + 64 * i), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(lines + s.ahead_bytes + 64 * i), _MM_HINT_T1);
       Halves q[4];
       look_up(load_line(lines + 64 * i), table, q);
       for (int j = 0; j < 4; ++j) {
@@ -175,7 +177,7 @@ struct WeightsW8 {
     const Int low_byte = _mm512_set1_epi16(0x00ff), thousand = _mm512_set1_epi16(0x6400);
     const Halves zero = _mm512_castsi512_ph(_mm512_set1_epi16(0x6480));  // 1024 + 128
     for (int i = 0; i < 8; ++i) {
-      _mm_prefetch(reinterpret_cast<const char*>(lines + s.ahead_bytes + 64 * i), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(lines + s.ahead_bytes + 64 * i), _MM_HINT_T1);
       const Int line = load_line(lines + 64 * i);
       const Int even = _mm512_ternarylogic_epi32(line, low_byte, thousand, 0xea);  // (line & low_byte) | thousand
       const Int odd = _mm512_or_si512(_mm512_srli_epi16(line, 8), thousand);
@@ -186,12 +188,12 @@ struct WeightsW8 {
 };
 
 template <class Format>
-CASTLINE_INLINE Strip make_strip(const LinearAttributes& a, const LinearStep& s, int strip, int ahead) {
+CASTLINE_INLINE Strip make_strip(const LinearAttributes& a, const LinearStep& s, int strip) {
   Strip out;
   out.weight = s.weight + strip * strip_bytes(a);
   out.scales = s.scales + strip * strip_scales(a);
-  out.ahead_bytes = ahead * strip_bytes(a);
-  out.ahead_scales = ahead * strip_scales(a);
+  out.ahead_bytes = kStripsAhead * strip_bytes(a);
+  out.ahead_scales = kStripsAhead * strip_scales(a);
   out.group = a.group;
   Format::bound(out, scale_groups(a));
   return out;
