@@ -1,9 +1,10 @@
 """The engine core: token ids in, events out, one step at a time, no threads.
 
 A step is a transaction. If it fails, the scheduler rolls it back and the sequences in it become suspects: the next
-steps run nothing but suspects, half of the failed set at a time, down to single ones. A sequence that fails alone ends
-with FinishReason.ERROR; the others go on with the tokens that they would have had anyway. So a request that breaks a
-step costs its neighbours about 2 log2(batch) short steps, and a batch that fails only as a whole (memory) ends nobody.
+steps run nothing but suspects, without guesses, half of the failed set at a time, down to single ones. A sequence that
+fails alone ends with FinishReason.ERROR; the others go on with the tokens that they would have had anyway. So a request
+that breaks a step costs its neighbours about 2 log2(batch) short steps, and a batch that fails only as a whole (memory)
+ends nobody.
 """
 
 import logging
@@ -130,7 +131,7 @@ class EngineCore:
             samples = sample_step(self._sampler, batch, logits)
         except Exception as error:
             self.scheduler.rollback(plan)
-            self._step_failed([part.seq_id for part in plan.scheduled], error)
+            self._step_failed(plan, error)
             return
         for seq_id, cause in samples.broken.items():  # before the commit, which would make their blocks findable
             self._end_broken(self._sequence(seq_id), samples, _failed(cause.reasons[seq_id], cause.code))
@@ -191,11 +192,16 @@ class EngineCore:
 
     # Endings and failures
 
-    def _step_failed(self, seq_ids: list[int], error: Exception) -> None:
+    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        seq_ids = [part.seq_id for part in plan.scheduled]
         if len(seq_ids) > 1:
             logger.warning("a step of %d sequences failed and is retried in parts: %s", len(seq_ids), error)
             half = len(seq_ids) // 2
             self._suspects += [seq_ids[half:], seq_ids[:half]]
+            return
+        if plan.scheduled[0].num_drafts:
+            logger.warning("a step failed and is retried without guesses: %s", error)
+            self._suspects.append(seq_ids)
             return
         logger.error("a step failed", exc_info=error)
         self._end_sequence(self._sequence(seq_ids[0]), _failed(str(error) or type(error).__name__))

@@ -14,7 +14,7 @@ SHORTEST_MATCH = 2
 """Tokens. A single token comes back too often to say what follows it."""
 LONGEST_MATCH = 8
 """Longer matches are as good as certain: comparing more would tell nothing."""
-_MAX_PLACES = 16
+_MAX_PLACES = 8
 """Places compared for a guess."""
 _MAX_NEW_TOKENS = 512
 """Tokens indexed at a time, so that a long prompt delays no step; until it has caught up, guesses come from its

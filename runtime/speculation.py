@@ -86,11 +86,16 @@ class Speculation:
     def extend(
         self, plan: list[ScheduledSequence], sequences: Mapping[int, Sequence], kv: KvManager, budget: int
     ) -> None:
-        """Adds guesses to those in *plan* that decode, in order, while *budget* tokens and the free blocks last."""
+        """Adds guesses to those in *plan* that decode, while *budget* tokens and the free blocks last.
+
+        Each step begins with another sequence, so that all get their turn where not all can.
+        """
         budget = min(budget, self._max_step_drafts)
         if budget == 0 or not self._can_pay(plan):
             return
-        for place, part in enumerate(plan):
+        for offset in range(len(plan)):
+            place = (self._num_steps + offset) % len(plan)
+            part = plan[place]
             if not part.samples or len(part.token_ids) > 1:
                 continue
             seq = sequences[part.seq_id]
