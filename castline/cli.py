@@ -11,6 +11,7 @@ from castline.engines.errors import CastlineError
 COMMANDS = {
     "build": "Compile a model into a static engine.",
     "run": "Serve an engine over gRPC and HTTP.",
+    "profile": "Show where the time of a step goes.",
     "bench": "Load an OpenAI-compatible server and plot what it does.",
     "inspect": "Print what is inside an engine bundle.",
 }

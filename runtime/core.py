@@ -26,6 +26,7 @@ from castline.runtime.request import Request
 from castline.runtime.sampler_api import BrokenLogits, Sampler
 from castline.runtime.scheduler import Scheduler
 from castline.runtime.sequence import Sequence
+from castline.runtime.step_profile import NO_MARKS, Phase, StepMarks
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +45,14 @@ class EngineCore:
         sampler: Sampler,
         clock: Callable[[], float] = monotonic,
         policy: LanePolicy | None = None,
+        marks: StepMarks = NO_MARKS,
     ) -> None:
         self.limits = limits
         self.scheduler = Scheduler(limits, eos_token_ids, policy=policy)
         self._executor = executor
         self._sampler = sampler
         self._clock = clock
+        self._marks = marks
         self._events: list[SequenceEvent] = []
         """Of sequences that ended between steps."""
         self._suspects: list[list[int]] = []
@@ -94,6 +97,7 @@ class EngineCore:
         if not self.scheduler.has_work:
             self._fell_idle()
         events, self._events = self._events, []
+        self._marks.mark(Phase.COMMIT)
         return events
 
     def stats(self) -> Stats:
@@ -115,13 +119,17 @@ class EngineCore:
 
     def _run(self) -> None:
         plan = self._next_plan()
+        self._marks.scheduled(plan)
         try:
             batch = build_batch(plan, self.limits.block_size)
+            self._marks.mark(Phase.BATCH)
             if plan.block_copies:
                 self._executor.copy_blocks(plan.block_copies)
             logits = self._executor.execute(batch.tensors)
+            self._marks.mark(Phase.EXECUTOR)
             prompt_logprobs = [self._prompt_logprobs(rows, logits) for rows in batch.prompt_rows]
             samples, broken = self._sample(batch, logits)
+            self._marks.mark(Phase.SAMPLE)
         except Exception as error:
             self.scheduler.rollback(plan)
             self._step_failed([part.seq_id for part in plan.scheduled], error)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from castline.engines.errors import CastlineError
 from castline.runtime.engine_loop import CommandSocket, Disconnected, run_engine_loop
+from castline.runtime.profiler import Profiler
 from castline.runtime.startup import load_core
+from castline.runtime.step_profile import NO_MARKS
 from castline.runtime.wire import Failed, Load, Ready
 
 _log = logging.getLogger("castline.engine")
@@ -25,13 +27,19 @@ def serve(link: CommandSocket) -> int:
     try:
         load = link.receive(wait=True)[0]
         assert isinstance(load, Load), load
-        core, executor = load_core(Path(load.bundle), load.limits, load.num_threads)
+        profiler = Profiler(load.profile) if load.profile is not None else None
+        core, executor = load_core(Path(load.bundle), load.limits, load.num_threads, profiler or NO_MARKS)
+        if profiler is not None:
+            profiler.attach(executor, load.limits)
+            profiler.start()
         gc.collect()
         gc.freeze()  # what lives for ever is not walked again: a full collection would pause a step
         link.send(Ready())
         try:
-            run_engine_loop(core, link)
+            run_engine_loop(core, link, profiler)
         finally:
+            if profiler is not None:
+                profiler.finish()
             executor.close()
     except Disconnected:
         return 0

@@ -13,12 +13,15 @@ from castline.runtime.core import EngineCore
 from castline.runtime.cpu_executor import CpuExecutor
 from castline.runtime.executor import Executor
 from castline.runtime.sampler import Sampler
+from castline.runtime.step_profile import NO_MARKS, StepMarks
 
 
-def load_core(bundle: Path, limits: EffectiveLimits, num_threads: int) -> tuple[EngineCore, Executor]:
+def load_core(
+    bundle: Path, limits: EffectiveLimits, num_threads: int, marks: StepMarks = NO_MARKS
+) -> tuple[EngineCore, CpuExecutor]:
     """Loads the bundle, warms it up, and gives a core with nothing in it. The caller closes the executor.
 
-    The bundle was checked by `castline.runtime.loader.plan_engine`. Raises EngineError.
+    The bundle was checked by `castline.runtime.loader.plan_engine`; *marks* hears of every step. Raises EngineError.
     """
     manifest = read_manifest(bundle)
     executor = CpuExecutor(bundle, manifest, limits.num_blocks, num_threads)
@@ -33,7 +36,8 @@ def load_core(bundle: Path, limits: EffectiveLimits, num_threads: int) -> tuple[
     except BaseException:
         executor.close()
         raise
-    return EngineCore(executor, limits, model.eos_token_ids, Sampler(model.vocab_size, model.eos_token_ids)), executor
+    sampler = Sampler(model.vocab_size, model.eos_token_ids)
+    return EngineCore(executor, limits, model.eos_token_ids, sampler, marks=marks), executor
 
 
 def warm_up(executor: Executor, limits: EffectiveLimits) -> None:
