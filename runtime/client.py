@@ -26,6 +26,8 @@ class EffectiveLimits:
     """Sequences of max_model_len that fit the pool at once."""
     max_waiting: int = 4096
     """Requests that may wait; one more is refused with OVERLOADED."""
+    max_drafts: int = 0
+    """Tokens guessed ahead for one sequence in a step (prompt lookup); 0 is no speculation."""
 
 
 class Phase(StrEnum):
@@ -66,6 +68,10 @@ class Stats:
     """Prompt tokens found."""
     preemptions: int = 0
     steps: int = 0
+    spec_drafted_tokens: int = 0
+    """Tokens guessed ahead and put to the model."""
+    spec_accepted_tokens: int = 0
+    """Those of them that the model chose too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,11 @@ DEFAULT_POOL_BYTES = 512 << 20
 no request pays for it: 0.1 s for 512 MiB of huge pages, and up to 0.8 s in a virtual machine that has to get them from
 its host first. --kv-blocks or --memory-utilization lift the bound, and the start takes what it takes."""
 
+SPECULATION_MODES = ("auto", "off")
+DEFAULT_DRAFTS = 7
+"""With the token before them they fill the 8 rows that kernels take at a time."""
+MOST_DRAFTS = 64
+
 MIB = 1 << 20
 
 
@@ -42,6 +47,10 @@ class LoadOptions:
     kv_blocks: int | None = None
     """Exactly this many KV blocks, whatever the memory utilization."""
     threads: int | None = None
+    speculation: str = "auto"
+    """Whether to guess tokens ahead by prompt lookup: "auto", where it pays, or "off". It changes no token."""
+    max_drafts: int | None = None
+    """Tokens guessed ahead at most, for one sequence in a step. None: DEFAULT_DRAFTS."""
     max_waiting: int = 4096
     allow_unverified: bool = False
     """Serve an engine whose parity with its reference was not shown."""
@@ -122,8 +131,24 @@ def reconcile_limits(
         num_blocks=pool.num_blocks,
         max_concurrency=pool.max_concurrency,
         max_waiting=options.max_waiting,
+        max_drafts=_max_drafts(options),
     )
     return limits, pool
+
+
+def _max_drafts(options: LoadOptions) -> int:
+    asked = options.max_drafts
+    if options.speculation not in SPECULATION_MODES:
+        raise EngineError(f"--speculation {options.speculation!r} is unknown: give {' or '.join(SPECULATION_MODES)}")
+    if options.speculation == "off":
+        if asked is not None:
+            raise EngineError(f"--max-drafts {asked} means nothing with --speculation off: leave one of them out")
+        return 0
+    if asked is None:
+        return DEFAULT_DRAFTS
+    if not 1 <= asked <= MOST_DRAFTS:
+        raise EngineError(f"--max-drafts {asked} is out of range: give 1 to {MOST_DRAFTS}, or --speculation off")
+    return asked
 
 
 def installed_plugin() -> Plugin | None:

@@ -26,6 +26,9 @@ Logits = NDArray[np.float32]
 DrawRows = Callable[[Logits, NDArray[np.void]], NDArray[np.int64]]
 
 
+_MOST_BATCHES = 4
+
+
 class _Sequence:
     """What the sampler remembers of one sequence."""
 
@@ -42,8 +45,7 @@ class _Sequence:
 class _Batch:
     """Sequences that are sampled together, row by row."""
 
-    def __init__(self, keys: Sequence[int], sequences: list[_Sequence]) -> None:
-        self.keys = tuple(keys)
+    def __init__(self, sequences: list[_Sequence]) -> None:
         self.sequences = sequences
         self.drawn = [seq for seq in sequences if not seq.params.greedy]
         self.edited = [(row, seq, seq.edits) for row, seq in enumerate(sequences) if seq.edits is not None]
@@ -87,8 +89,8 @@ class Sampler:
         self._entropy = entropy
         self._draw = draw
         self._sequences: dict[int, _Sequence] = {}
-        self._batch = _Batch((), [])
-        """The last one."""
+        self._batches: dict[tuple[int, ...], _Batch] = {}
+        """The last few by their keys: steps with guesses alternate between all sequences and those that guess."""
 
     def __len__(self) -> int:
         """Sequences it holds state for."""
@@ -104,7 +106,7 @@ class Sampler:
     def remove(self, seq_key: int) -> None:
         """Forgets a sequence; unknown keys are ignored."""
         if self._sequences.pop(seq_key, None) is not None:
-            self._batch = _Batch((), [])  # the key may come again
+            self._batches.clear()  # the key may come again
 
     def sample(self, logits: Logits, seq_keys: Sequence[int]) -> SampleResult:
         """Chooses and records the next token of each sequence from its row of *logits* [rows, vocabulary].
@@ -113,9 +115,7 @@ class Sampler:
         to choose.
         """
         assert logits.shape == (len(seq_keys), self._vocab_size), (logits.shape, len(seq_keys), self._vocab_size)
-        if self._batch.keys != tuple(seq_keys):
-            self._batch = _Batch(seq_keys, [self._sequences[key] for key in seq_keys])
-        batch = self._batch
+        batch = self._batch_of(tuple(seq_keys))
         if batch.edited and not logits.flags.writeable:
             logits = logits.copy()
         with _edited(logits, batch):
@@ -125,6 +125,14 @@ class Sampler:
         logprobs = _logprobs(logits, tokens, batch)
         batch.record(tokens.tolist())
         return SampleResult(tokens, logprobs)
+
+    def _batch_of(self, seq_keys: tuple[int, ...]) -> _Batch:
+        batch = self._batches.get(seq_keys)
+        if batch is None:
+            if len(self._batches) >= _MOST_BATCHES:
+                self._batches.clear()
+            batch = self._batches[seq_keys] = _Batch([self._sequences[key] for key in seq_keys])
+        return batch
 
     def prompt_logprobs(self, logits: Logits, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """One entry a row of *logits* [rows, vocabulary]: how likely the prompt's own next token was.

@@ -68,11 +68,8 @@ class StepRecord:
     """In order, each starting where the one before ends; `perf_counter_ns` times."""
     num_sequences: int = 0
     num_tokens: int = 0
-
-    @property
-    def decodes_only(self) -> bool:
-        """Every sequence computed one token."""
-        return self.num_tokens == self.num_sequences
+    decodes_only: bool = False
+    """Every sequence computed one token, and guesses."""
 
     @property
     def step_spans(self) -> list[Span]:
@@ -135,6 +132,7 @@ class StepRecorder:
         self.mark(Phase.SCHEDULE)
         self._current.num_sequences = len(plan.scheduled)
         self._current.num_tokens = plan.num_tokens
+        self._current.decodes_only = all(len(part.token_ids) - part.num_drafts == 1 for part in plan.scheduled)
 
     def step_done(self) -> None:
         if not self.complete:

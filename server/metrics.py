@@ -31,6 +31,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
     ("num_preemptions", "Sequences whose KV blocks were taken back, to be computed again.", lambda s: s.preemptions),
     ("engine_steps", "Forward passes.", lambda s: s.steps),
+    ("spec_drafted_tokens", "Tokens guessed ahead and put to the model.", lambda s: s.spec_drafted_tokens),
+    ("spec_accepted_tokens", "Guessed tokens that the model chose too.", lambda s: s.spec_accepted_tokens),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),

@@ -59,7 +59,7 @@ def command(
     castline profile engines --batch 8 --prefill 4000
     """
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-    plan = plan_engine(repository, LoadOptions(**load))
+    plan = plan_engine(repository, LoadOptions(**load, speculation="off"))  # a guess would change the shape
     options = ProfileOptions.into(output, steps)
     # Here, so that help and a refused engine answer at once.
     from castline.runtime.profiler import Profiler

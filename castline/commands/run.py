@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from castline.runtime.loader import EnginePlan, LoadOptions, plan_engine
+from castline.runtime.loader import DEFAULT_DRAFTS, SPECULATION_MODES, EnginePlan, LoadOptions, plan_engine
 from castline.runtime.step_profile import DEFAULT_STEPS, ProfileOptions
 from castline.server.options import Endpoints, ServerOptions
 
@@ -38,6 +38,19 @@ PORT = click.IntRange(0, 65535)
 @click.option("--max-num-batched-tokens", type=int, metavar="TOKENS", help="Tokens of one step.")
 @click.option("--max-waiting", default=LOAD.max_waiting, show_default=True, help="Requests that may wait.")
 @click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the tuner's choice]")
+@click.option(
+    "--speculation",
+    type=click.Choice(SPECULATION_MODES),
+    default=LOAD.speculation,
+    show_default=True,
+    help="Guess tokens ahead from the text so far, where it pays. Answers stay the same.",
+)
+@click.option(
+    "--max-drafts",
+    type=int,
+    metavar="N",
+    help=f"Tokens guessed ahead at most, for each sequence.  [default: {DEFAULT_DRAFTS}]",
+)
 @click.option(
     "--drain-timeout",
     type=click.FloatRange(min=0),
@@ -120,6 +133,10 @@ def _print_plan(plan: EnginePlan, name: str) -> None:
         f"limits: max_model_len {limits.max_model_len}, max_num_seqs {limits.max_num_seqs}, "
         f"max_num_batched_tokens {limits.max_num_batched_tokens}, max_waiting {limits.max_waiting}"
     )
+    if limits.max_drafts:
+        click.echo(f"speculation: prompt lookup where it pays, up to {limits.max_drafts} tokens ahead")
+    else:
+        click.echo("speculation: off")
     pool_mib = plan.pool.total_bytes / 2**20
     click.echo(f"KV cache: {limits.num_blocks} blocks of {limits.block_size} tokens ({pool_mib:.0f} MiB)")
     click.echo(f"maximum concurrency at max_model_len ({limits.max_model_len}): {limits.max_concurrency:.2f}x")

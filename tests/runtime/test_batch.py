@@ -13,14 +13,16 @@ def random_plan(rng: random.Random) -> StepPlan:
     for seq_id in range(rng.randint(1, 6)):
         start, count = rng.randint(0, 20), rng.choice([1, 1, rng.randint(1, 9)])
         blocks = -(-(start + count) // BS) + rng.randint(0, 2)
+        samples = rng.random() < 0.6
         parts.append(
             ScheduledSequence(
                 seq_id=100 + seq_id,
                 token_ids=tuple(rng.randint(0, 1000) for _ in range(count)),
                 start=start,
                 block_ids=tuple(rng.sample(range(1, 500), blocks)),
-                samples=rng.random() < 0.6,
+                samples=samples,
                 all_logits=rng.random() < 0.3,
+                num_drafts=rng.choice([0, count - 1, rng.randint(0, count - 1)]) if samples else 0,
             )
         )
     return StepPlan(tuple(parts))
@@ -67,15 +69,19 @@ def test_every_row_of_logits_has_its_owner():
         batch = build_batch(plan, BS)
         token_owner = [(part.seq_id, part.start + i) for part in plan.scheduled for i in range(len(part.token_ids))]
         rows = [token_owner[index] for index in batch.tensors.logits_indices.tolist()]
-        sample_rows = range(len(rows)) if batch.sample_rows is None else batch.sample_rows.tolist()
-        last = {part.seq_id: part.start + len(part.token_ids) - 1 for part in plan.scheduled}
+        first = {p.seq_id: p.start + len(p.token_ids) - 1 - p.num_drafts for p in plan.scheduled}
         sampled = [part.seq_id for part in plan.scheduled if part.samples]
         assert list(batch.sample_seq_ids) == sampled
-        assert [rows[row] for row in sample_rows] == [(seq_id, last[seq_id]) for seq_id in sampled]
+        assert rows[: len(sampled)] == [(seq_id, first[seq_id]) for seq_id in sampled]
+        guessing = [part for part in plan.scheduled if part.num_drafts]
+        for owned, part in zip(batch.draft_rows, guessing, strict=True):
+            assert owned.token_ids == part.token_ids[-part.num_drafts :]
+            found = rows[owned.first_row : owned.first_row + part.num_drafts]
+            assert found == [(part.seq_id, first[part.seq_id] + 1 + i) for i in range(part.num_drafts)]
         whole = [part for part in plan.scheduled if part.all_logits]
-        assert len(batch.prompt_rows) == len(whole)
         for owned, part in zip(batch.prompt_rows, whole, strict=True):
             expected = [(part.seq_id, part.start + i) for i in range(len(part.token_ids))]
             assert rows[owned.first_row : owned.first_row + owned.num_rows] == expected
             assert (owned.seq_id, owned.start) == expected[0]
-        assert len(rows) == sum(len(p.token_ids) if p.all_logits else p.samples for p in plan.scheduled)
+        drafts, prompts = sum(p.num_drafts for p in guessing), sum(len(p.token_ids) for p in whole)
+        assert len(rows) == len(sampled) + drafts + prompts, "a row of logits costs the output head"

@@ -79,9 +79,10 @@ def test_the_victim_goes_before_those_that_wait(make_engine):
     while engine.core.has_work:
         engine.step()
         for seq_id in engine.plans[-1].preempted:
-            lane = engine.core.scheduler._waiting[engine.core.scheduler.get(seq_id).lane]
-            assert lane.first(1)[0].seq_id == seq_id
-            num_behind.append(len(lane) - 1)
+            scheduler = engine.core.scheduler
+            line = scheduler._waiting.first(scheduler.get(seq_id).lane)
+            assert line[0].seq_id == seq_id
+            num_behind.append(len(line) - 1)
     assert num_behind[0] == 1
     assert [event.request_id for event in engine.events if event.finish] == ["r0", "r1", "r2", "r3"]
 

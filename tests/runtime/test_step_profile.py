@@ -55,6 +55,15 @@ def test_phases_follow_each_other_without_gaps(clock: Iterator[int]) -> None:
     assert [(r.num_sequences, r.num_tokens, r.decodes_only) for r in recorder.records] == [(2, 2, True), (2, 8, False)]
 
 
+def test_guesses_make_no_prompt(clock: Iterator[int]) -> None:
+    """A decode with guesses computes several tokens, and would be shown among the prompts."""
+    recorder = StepRecorder(5, lambda: next(clock))
+    for num_drafts in (3, 2):
+        recorder.scheduled(StepPlan((ScheduledSequence(0, (1,) * 4, 9, (0,), True, num_drafts=num_drafts),)))
+        recorder.step_done()
+    assert [record.decodes_only for record in recorder.records] == [True, False]
+
+
 def test_an_idle_engine_records_nothing_more(clock: Iterator[int]) -> None:
     """A recording that waits for a step must not grow, however often commands wake the loop."""
     recorder = StepRecorder(5, lambda: next(clock))

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -87,6 +87,8 @@ def test_every_loading_option_reaches_the_loader(calls: Calls) -> None:
         "max_num_batched_tokens": 64,
         "kv_blocks": 7,
         "threads": 1,
+        "speculation": "off",
+        "max_drafts": 3,
         "max_waiting": 9,
     }
     arguments = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
@@ -131,6 +133,7 @@ def test_start_up_lines(calls: Calls) -> None:
     assert "KV cache: 256 blocks of 16 tokens (256 MiB)" in lines
     assert "maximum concurrency at max_model_len (4096): 16.00x" in lines
     assert "limits: max_model_len 4096, max_num_seqs 4, max_num_batched_tokens 512, max_waiting 64" in lines
+    assert "speculation: off" in lines
     assert "listening: http://127.0.0.1:8123 grpc://127.0.0.1:8124" in lines
     assert lines[-1].startswith("ready in ")
     assert len([line for line in lines if line.startswith("ready")]) == 1
@@ -147,6 +150,12 @@ def test_a_profile_reaches_the_engine(calls: Calls, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EngineError, match="cannot write profiles into"):
         invoke("--profile", str(tmp_path / "file" / "sub"))
+
+
+def test_speculation_is_named_at_start_up(calls: Calls) -> None:
+    """Prevents throughput figures of which nobody knows whether guesses are in them."""
+    calls.engine.limits = replace(calls.engine.limits, max_drafts=5)
+    assert "speculation: prompt lookup where it pays, up to 5 tokens ahead" in invoke().splitlines()
 
 
 def test_every_option_has_a_help_text() -> None:
