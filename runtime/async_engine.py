@@ -26,7 +26,7 @@ from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.step_profile import ProfileOptions
 from castline.runtime.tokenizer import Tokenizer, load_tokenizer
 from castline.runtime.validation import validate_prompt
-from castline.runtime.wire import Abort, Add, Command, Failed, Load, Profile, Ready, Report, StepDone, Stop, encode
+from castline.runtime.wire import Abort, Add, Command, Failed, Profile, Ready, Report, StepDone, Stop
 
 LONG_TEXT_CHARS: Final = 4096
 """Longer prompts are encoded in a thread: a megabyte takes about a second, and other requests stream meanwhile."""
@@ -76,13 +76,19 @@ class AsyncEngine:
 
     @classmethod
     async def start(
-        cls, plan: EnginePlan, *, stall_after_s: float = STALL_AFTER_S, profile: ProfileOptions | None = None
+        cls,
+        plan: EnginePlan,
+        *,
+        stall_after_s: float = STALL_AFTER_S,
+        profile: ProfileOptions | None = None,
+        loading: tuple[EngineProcess, socket.socket] | None = None,
     ) -> "AsyncEngine":
-        """Loads and warms up the engine of *plan* in a process of its own; ready on return. Raises EngineError."""
-        process, connection = EngineProcess.spawn()
+        """Loads and warms up the engine of *plan* in a process of its own; ready on return. Raises EngineError.
+
+        *loading* is that process where `EngineProcess.load` has started it before, with the same *profile*.
+        """
+        process, connection = loading or EngineProcess.load(plan, profile)
         try:
-            load = Load(str(plan.bundle), plan.limits, plan.num_threads, profile)
-            connection.sendall(encode(load))  # the engine loads while the tokenizer does
             tokenizer = await asyncio.to_thread(load_tokenizer, plan.bundle)
         except BaseException:
             connection.close()

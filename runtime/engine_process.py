@@ -5,6 +5,7 @@ The process ends when told to, or when the socket closes: an engine never outliv
 SIGTERM, which a terminal or a supervisor sends to the whole group: the server drains first, then stops the engine.
 """
 
+import ctypes
 import gc
 import logging
 import signal
@@ -18,6 +19,8 @@ from castline.runtime.profiler import Profiler
 from castline.runtime.startup import load_core
 from castline.runtime.step_profile import NO_MARKS
 from castline.runtime.wire import Failed, Load, Ready
+
+_PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger("castline.engine")
 
@@ -56,7 +59,14 @@ def _report(link: CommandSocket, error: BaseException) -> None:
     link.send_last(Failed(reason))
 
 
+def _end_with_parent() -> None:
+    """The socket tells a loop that reads it; one that hangs in a step is killed when the serving process is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
+    _end_with_parent()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

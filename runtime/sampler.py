@@ -116,14 +116,17 @@ class Sampler:
         """
         assert logits.shape == (len(seq_keys), self._vocab_size), (logits.shape, len(seq_keys), self._vocab_size)
         batch = self._batch_of(tuple(seq_keys))
-        if batch.edited and not logits.flags.writeable:
-            logits = logits.copy()
-        with _edited(logits, batch):
+        if batch.edited:
+            logits = logits if logits.flags.writeable else logits.copy()
+            with _edited(logits, batch):
+                tokens = self._draw(logits, batch.next_choices())
+        else:
             tokens = self._draw(logits, batch.next_choices())
-        if NO_TOKEN in tokens:
+        token_ids = tokens.tolist()
+        if NO_TOKEN in token_ids:
             raise _broken(logits, tokens, seq_keys)
         logprobs = _logprobs(logits, tokens, batch)
-        batch.record(tokens.tolist())
+        batch.record(token_ids)
         return SampleResult(tokens, logprobs)
 
     def _batch_of(self, seq_keys: tuple[int, ...]) -> _Batch:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from castline.runtime.events import Finish, FinishReason, TokenLogprobs
 from castline.runtime.lanes import Lane
 from castline.runtime.prefix_cache import CachedBlock
@@ -100,8 +102,7 @@ class Sequence:
         return tuple(taken), finish
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """What a step brought one sequence. A sequence with ``finish`` has left the scheduler."""
 
     seq: Sequence

@@ -96,7 +96,10 @@ def command(
     name = served_model_name or _model_name(plan)
     options = ServerOptions(host, http_port, grpc_port, name, drain_timeout)
     profiling = None if profile is None else ProfileOptions.into(profile, profile_steps)
-    # Here, so that help and a refused engine answer at once.
+    # Here, so that help and a refused engine answer at once; and the engine loads while the server is imported.
+    from castline.runtime.engine_link import EngineProcess
+
+    loading = EngineProcess.load(plan, profiling)
     from castline.runtime.async_engine import AsyncEngine
     from castline.server.app import serve
 
@@ -108,12 +111,16 @@ def command(
         click.echo(f"ready in {perf_counter() - begin:.2f} s: {endpoints.http}/v1 {endpoints.grpc}")
 
     async def open_engine() -> AsyncEngine:
-        engine = await AsyncEngine.start(plan, profile=profiling)
+        engine = await AsyncEngine.start(plan, profile=profiling, loading=loading)
         if profiling is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.start_profile)
         return engine
 
-    asyncio.run(serve(open_engine, options, on_listening=on_listening, on_ready=on_ready))
+    try:
+        asyncio.run(serve(open_engine, options, on_listening=on_listening, on_ready=on_ready))
+    finally:
+        process, _ = loading
+        process.kill()  # it has ended, unless the server could not begin
 
 
 def _model_name(plan: EnginePlan) -> str:

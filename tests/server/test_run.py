@@ -40,12 +40,19 @@ class Calls:
         on_listening(ENDPOINTS)
         on_ready(None, ENDPOINTS)
 
+    def start_process(self, plan: EnginePlan, profile: ProfileOptions | None) -> tuple[Mock, Mock]:
+        self.loaded = plan, profile
+        self.loading = Mock(), Mock()
+        return self.loading
+
     def profile(self) -> tuple[ProfileOptions | None, int]:
         """What the engine would be started with, and how often a SIGUSR1 then reaches it."""
         asked: list[ProfileOptions | None] = []
         engine = Mock()
 
-        async def start(plan: EnginePlan, *, profile: ProfileOptions | None = None) -> Mock:
+        async def start(plan: EnginePlan, *, profile: ProfileOptions | None, loading: Any) -> Mock:
+            assert self.loaded == (plan, profile), "the process that was started loads the same"
+            assert loading is self.loading
             asked.append(profile)
             return engine
 
@@ -67,6 +74,7 @@ def calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls(engine)
     monkeypatch.setattr(run, "plan_engine", calls.plan_engine)
     monkeypatch.setattr("castline.server.app.serve", calls.serve)
+    monkeypatch.setattr("castline.runtime.engine_link.EngineProcess.load", calls.start_process)
     return calls
 
 
@@ -156,6 +164,15 @@ def test_speculation_is_named_at_start_up(calls: Calls) -> None:
     """Prevents throughput figures of which nobody knows whether guesses are in them."""
     calls.engine.limits = replace(calls.engine.limits, max_drafts=5)
     assert "speculation: prompt lookup where it pays, up to 5 tokens ahead" in invoke().splitlines()
+
+
+def test_a_server_that_cannot_begin_leaves_no_engine(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is started before the ports are bound: a port that is taken must not leave it loading."""
+    monkeypatch.setattr("castline.server.app.serve", Mock(side_effect=EngineError("cannot listen")))
+    with pytest.raises(EngineError, match="cannot listen"):
+        invoke()
+    process, _ = calls.loading
+    process.kill.assert_called_once_with()
 
 
 def test_every_option_has_a_help_text() -> None:
