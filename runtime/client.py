@@ -83,6 +83,8 @@ class PromptInfo:
     prompt_token_ids: tuple[int, ...]
     cached_tokens: int
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    queue_s: float = 0.0
+    """Seconds from the request's arrival to the first step that computed some of it."""
 
 
 class Output(msgspec.Struct, frozen=True):

@@ -126,6 +126,8 @@ class EngineCore:
     def _run(self) -> None:
         plan = self._next_plan()
         self._marks.scheduled(plan)
+        for group in self.scheduler.newly_admitted:
+            group.first_scheduled = self._clock()
         try:
             batch = build_batch(plan, self.limits.block_size)
             self._marks.mark(Phase.BATCH)
@@ -250,6 +252,8 @@ class EngineCore:
             seq.started = True
             complete = group.prompt_logprobs is not None and not group.wants_prompt_logprobs
             first["cached_tokens"] = group.cached_tokens or 0
+            if group.first_scheduled is not None:
+                first["queue_s"] = max(0.0, group.first_scheduled - group.request.arrival_time)
             first["prompt_logprobs"] = tuple(group.prompt_logprobs or ()) if complete else None
         self._events.append(SequenceEvent(request_id, seq.index, token_ids, entries, finish, **first))
         if finish is None:

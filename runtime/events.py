@@ -50,3 +50,5 @@ class SequenceEvent(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens read from the prefix cache; set on the first event."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One for each prompt token (None for the first); set on the first event where asked for."""
+    queue_s: float | None = None
+    """Seconds from the request's arrival to its first step; set on the first event."""

@@ -28,6 +28,8 @@ class SequenceGroup:
     """Members that wait for the prompt to be computed, in order of index."""
     cached_tokens: int | None = None
     """Prompt tokens read from the prefix cache when the request was first admitted; None before."""
+    first_scheduled: float | None = None
+    """When it was first admitted, on the core's clock."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One for each prompt token computed so far, where asked for; the first is None."""
     prompt_computed: bool = False
