@@ -41,6 +41,31 @@ class StepBatch:
 
 def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     """Packs *plan*, which schedules at least one sequence, with no padding of tokens."""
+    if all(len(part.token_ids) == 1 and part.samples and not part.all_logits for part in plan.scheduled):
+        return _pack_decodes(plan.scheduled, block_size)
+    return pack(plan, block_size)
+
+
+def _pack_decodes(parts: tuple[ScheduledSequence, ...], block_size: int) -> StepBatch:
+    """As `pack`, where every sequence has one token and samples: most steps, and each array operation counts then."""
+    count = len(parts)
+    starts = [part.start for part in parts]
+    blocks = [part.block_ids[part.start // block_size] for part in parts]
+    ordinals = np.arange(count + 1)
+    tensors = StepTensors(
+        input_ids=np.array([part.token_ids[0] for part in parts], np.int64),
+        positions=np.array(starts, np.int64),
+        slot_mapping=np.array([b * block_size + s % block_size for b, s in zip(blocks, starts, strict=True)], np.int32),
+        cu_query_lens=ordinals.astype(np.int32),
+        kv_lens=np.array([start + 1 for start in starts], np.int32),
+        block_table=_block_table(parts),
+        logits_indices=ordinals[:count],
+    )
+    return StepBatch(tensors, tuple([part.seq_id for part in parts]), (), ())
+
+
+def pack(plan: StepPlan, block_size: int) -> StepBatch:
+    """Any plan."""
     parts = plan.scheduled
     count = len(parts)
     lens = np.fromiter((len(part.token_ids) for part in parts), np.int32, count)
@@ -72,10 +97,13 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
 
 def _block_table(parts: tuple[ScheduledSequence, ...]) -> NDArray[np.int32]:
     """[B, M]; rows are filled up with block 0, which is never read there."""
-    lens = np.fromiter((len(part.block_ids) for part in parts), np.int64, len(parts))
-    table = np.zeros((len(parts), int(lens.max())), np.int32)
-    blocks = np.fromiter(chain.from_iterable(part.block_ids for part in parts), np.int32, int(lens.sum()))
-    table[np.arange(table.shape[1]) < lens[:, None]] = blocks
+    lens = [len(part.block_ids) for part in parts]
+    width = max(lens)
+    blocks = np.fromiter(chain.from_iterable([part.block_ids for part in parts]), np.int32, sum(lens))
+    if min(lens) == width:
+        return blocks.reshape(len(parts), width)
+    table = np.zeros((len(parts), width), np.int32)
+    table[np.arange(width) < np.array(lens)[:, None]] = blocks
     return table
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from castline.engines.manifest import Manifest
 from castline.runtime.events import FinishReason, TokenLogprobs
 from castline.runtime.sampling_params import SamplingParams
@@ -81,10 +83,11 @@ class PromptInfo:
     prompt_token_ids: tuple[int, ...]
     cached_tokens: int
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    queue_s: float = 0.0
+    """Seconds from the request's arrival to the first step that computed some of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True):
     """New text of one continuation. The text of all outputs of an index, joined, is the full text.
 
     A non-final text never ends inside a character. ``token_ids`` are the tokens generated since the last output; their

@@ -29,6 +29,7 @@ from castline.runtime.sampler_api import Sampler
 from castline.runtime.scheduler import Scheduler
 from castline.runtime.sequence import Sequence
 from castline.runtime.speculation import Speculation
+from castline.runtime.step_profile import NO_MARKS, Phase, StepMarks
 from castline.runtime.step_sampler import StepSamples, sample_step
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class EngineCore:
         clock: Callable[[], float] = monotonic,
         policy: LanePolicy | None = None,
         step_seconds: Mapping[int, float] | None = None,
+        marks: StepMarks = NO_MARKS,
     ) -> None:
         """*step_seconds* is what steps of so many tokens took at the warm-up, for the decision when guesses pay."""
         self.limits = limits
@@ -54,6 +56,7 @@ class EngineCore:
         self._executor = executor
         self._sampler = sampler
         self._clock = clock
+        self._marks = marks
         self._events: list[SequenceEvent] = []
         """Of sequences that ended between steps."""
         self._suspects: list[list[int]] = []
@@ -98,6 +101,7 @@ class EngineCore:
         if not self.scheduler.has_work:
             self._fell_idle()
         events, self._events = self._events, []
+        self._marks.mark(Phase.COMMIT)
         return events
 
     def stats(self) -> Stats:
@@ -121,14 +125,20 @@ class EngineCore:
 
     def _run(self) -> None:
         plan = self._next_plan()
+        self._marks.scheduled(plan)
+        for group in self.scheduler.newly_admitted:
+            group.first_scheduled = self._clock()
         try:
             batch = build_batch(plan, self.limits.block_size)
+            self._marks.mark(Phase.BATCH)
             if plan.block_copies:
                 self._executor.copy_blocks(plan.block_copies)
             logits = self._execute(batch.tensors)
+            self._marks.mark(Phase.EXECUTOR)
             prompt_logprobs = [self._prompt_logprobs(rows, logits) for rows in batch.prompt_rows]
             self._introduce(batch.sample_seq_ids)
             samples = sample_step(self._sampler, batch, logits)
+            self._marks.mark(Phase.SAMPLE)
         except Exception as error:
             self.scheduler.rollback(plan)
             self._step_failed(plan, error)
@@ -242,6 +252,8 @@ class EngineCore:
             seq.started = True
             complete = group.prompt_logprobs is not None and not group.wants_prompt_logprobs
             first["cached_tokens"] = group.cached_tokens or 0
+            if group.first_scheduled is not None:
+                first["queue_s"] = max(0.0, group.first_scheduled - group.request.arrival_time)
             first["prompt_logprobs"] = tuple(group.prompt_logprobs or ()) if complete else None
         self._events.append(SequenceEvent(request_id, seq.index, token_ids, entries, finish, **first))
         if finish is None:

@@ -181,6 +181,8 @@ class Scheduler:
     # Parts of a step
 
     def _reset_step(self) -> None:
+        self.newly_admitted: list[SequenceGroup] = []
+        """Requests that had their first part in this step."""
         self._plan: list[ScheduledSequence] = []
         self._in_plan: set[int] = set()
         self._preempted: list[int] = []
@@ -310,6 +312,7 @@ class Scheduler:
         if group.cached_tokens is not None:
             return
         group.cached_tokens = seq.num_computed
+        self.newly_admitted.append(group)
         if not group.wants_prompt_logprobs:
             self.counters.prefix_cache_queries += seq.num_prompt
             self.counters.prefix_cache_hits += seq.num_computed

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from castline.runtime.events import Finish, FinishReason, TokenLogprobs
 from castline.runtime.lanes import Lane
 from castline.runtime.prefix_cache import CachedBlock
@@ -26,6 +28,8 @@ class SequenceGroup:
     """Members that wait for the prompt to be computed, in order of index."""
     cached_tokens: int | None = None
     """Prompt tokens read from the prefix cache when the request was first admitted; None before."""
+    first_scheduled: float | None = None
+    """When it was first admitted, on the core's clock."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One for each prompt token computed so far, where asked for; the first is None."""
     prompt_computed: bool = False
@@ -100,8 +104,7 @@ class Sequence:
         return tuple(taken), finish
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """What a step brought one sequence. A sequence with ``finish`` has left the scheduler."""
 
     seq: Sequence

@@ -10,7 +10,9 @@ fades what is known against it, so that it is tried again some time: a text may 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.kv_manager import KvManager
@@ -104,7 +106,7 @@ class Speculation:
             if drafts and (drafts := drafts[: kv.capacity(seq) - 1]):
                 kv.reserve(seq, 1 + len(drafts))
                 tokens, blocks = part.token_ids + drafts, tuple(seq.block_ids)
-                plan[place] = replace(part, token_ids=tokens, block_ids=blocks, num_drafts=len(drafts))
+                plan[place] = structs.replace(part, token_ids=tokens, block_ids=blocks, num_drafts=len(drafts))
                 budget -= len(drafts)
                 if budget == 0:
                     return

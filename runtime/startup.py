@@ -15,15 +15,18 @@ from castline.runtime.cpu_executor import CpuExecutor
 from castline.runtime.executor import Executor
 from castline.runtime.sampler import Sampler
 from castline.runtime.speculation import max_step_drafts
+from castline.runtime.step_profile import NO_MARKS, StepMarks
 
 DECODE_SIZES = (1, 8, 32)
 """Sequences of the decodes that are timed: enough to tell what more tokens cost; serving refines it."""
 
 
-def load_core(bundle: Path, limits: EffectiveLimits, num_threads: int) -> tuple[EngineCore, Executor]:
+def load_core(
+    bundle: Path, limits: EffectiveLimits, num_threads: int, marks: StepMarks = NO_MARKS
+) -> tuple[EngineCore, CpuExecutor]:
     """Loads the bundle, warms it up, and gives a core with nothing in it. The caller closes the executor.
 
-    The bundle was checked by `castline.runtime.loader.plan_engine`. Raises EngineError.
+    The bundle was checked by `castline.runtime.loader.plan_engine`; *marks* hears of every step. Raises EngineError.
     """
     manifest = read_manifest(bundle)
     executor = CpuExecutor(bundle, manifest, limits.num_blocks, num_threads)
@@ -40,7 +43,8 @@ def load_core(bundle: Path, limits: EffectiveLimits, num_threads: int) -> tuple[
         executor.close()
         raise
     sampler = Sampler(model.vocab_size, model.eos_token_ids)
-    return EngineCore(executor, limits, model.eos_token_ids, sampler, step_seconds=step_seconds), executor
+    core = EngineCore(executor, limits, model.eos_token_ids, sampler, step_seconds=step_seconds, marks=marks)
+    return core, executor
 
 
 def warm_up(executor: Executor, limits: EffectiveLimits) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 import sys
 from pathlib import Path
 from time import perf_counter
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from castline.runtime.loader import DEFAULT_DRAFTS, SPECULATION_MODES, EnginePlan, LoadOptions, plan_engine
+from castline.runtime.step_profile import DEFAULT_STEPS, ProfileOptions
 from castline.server.options import Endpoints, ServerOptions
 
 if TYPE_CHECKING:
@@ -59,6 +61,21 @@ PORT = click.IntRange(0, 65535)
 )
 @click.option("--allow-unverified", is_flag=True, help="Serve an engine that did not pass its parity check.")
 @click.option("--verify-files", is_flag=True, help="Hash every file of the engine first.")
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIRECTORY",
+    help="Record where the time of the first steps goes, by phase and operator: prints a table, and writes "
+    "DIRECTORY/castline-N.trace.json for ui.perfetto.dev. SIGUSR1 ends the recording and begins the next.",
+)
+@click.option(
+    "--profile-steps",
+    type=click.IntRange(min=1, max=10_000),
+    default=DEFAULT_STEPS,
+    show_default=True,
+    metavar="N",
+    help="Steps of a recording.",
+)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 def command(
     repository: Path,
@@ -67,6 +84,8 @@ def command(
     http_port: int,
     grpc_port: int,
     drain_timeout: float,
+    profile: Path | None,
+    profile_steps: int,
     log_level: str,
     **load: Any,
 ) -> None:
@@ -76,7 +95,11 @@ def command(
     plan = plan_engine(repository, LoadOptions(**load))
     name = served_model_name or _model_name(plan)
     options = ServerOptions(host, http_port, grpc_port, name, drain_timeout)
-    # Here, so that help and a refused engine answer at once.
+    profiling = None if profile is None else ProfileOptions.into(profile, profile_steps)
+    # Here, so that help and a refused engine answer at once; and the engine loads while the server is imported.
+    from castline.runtime.engine_link import EngineProcess
+
+    loading = EngineProcess.load(plan, profiling)
     from castline.runtime.async_engine import AsyncEngine
     from castline.server.app import serve
 
@@ -87,7 +110,17 @@ def command(
     def on_ready(model: "ServedModel", endpoints: Endpoints) -> None:
         click.echo(f"ready in {perf_counter() - begin:.2f} s: {endpoints.http}/v1 {endpoints.grpc}")
 
-    asyncio.run(serve(lambda: AsyncEngine.start(plan), options, on_listening=on_listening, on_ready=on_ready))
+    async def open_engine() -> AsyncEngine:
+        engine = await AsyncEngine.start(plan, profile=profiling, loading=loading)
+        if profiling is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.start_profile)
+        return engine
+
+    try:
+        asyncio.run(serve(open_engine, options, on_listening=on_listening, on_ready=on_ready))
+    finally:
+        process, _ = loading
+        process.kill()  # it has ended, unless the server could not begin
 
 
 def _model_name(plan: EnginePlan) -> str:

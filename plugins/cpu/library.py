@@ -28,6 +28,11 @@ def library_path() -> Path:
     return _LIBRARY_PATH
 
 
+def library() -> ctypes.CDLL:
+    """The native library, checked as `library_path` does, for those who call its functions. Raises EngineError."""
+    return _load()
+
+
 def describe() -> Plugin:
     """What a manifest records of the plugin."""
     return Plugin(PLUGIN_NAME, PLUGIN_VERSION, library_sha256())

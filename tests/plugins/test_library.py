@@ -121,6 +121,7 @@ def test_exports_only_its_interface() -> None:
         "castline_plugin_version",
         "castline_available_isas",
         "castline_active_isa",
+        "castline_draw",
     }
 
 

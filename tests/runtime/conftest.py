@@ -6,11 +6,12 @@ tokens of `ScriptedModel.continuation`.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from castline.plugins.contract import StepTensors
 from castline.runtime.client import EffectiveLimits
@@ -133,7 +134,9 @@ class ScriptedSampler:
         """``rank`` is what the model would have chosen: it tells which row the answer came from."""
         chosen = logits.argmax(axis=1).tolist()
         assert len(chosen) == len(next_token_ids)
-        return [replace(_logprobs(token), rank=best) for token, best in zip(next_token_ids, chosen, strict=True)]
+        return [
+            structs.replace(_logprobs(token), rank=best) for token, best in zip(next_token_ids, chosen, strict=True)
+        ]
 
 
 def shifted(token: int, index: int) -> int:

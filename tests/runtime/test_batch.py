@@ -2,7 +2,7 @@
 
 import random
 
-from castline.runtime.batch import build_batch
+from castline.runtime.batch import build_batch, pack
 from castline.runtime.plan import ScheduledSequence, StepPlan
 
 BS = 4
@@ -50,6 +50,23 @@ def test_equals_a_token_by_token_construction():
         assert step.kv_lens.tolist() == kv_lens
         for row, part in zip(step.block_table, plan.scheduled, strict=True):
             assert row[: len(part.block_ids)].tolist() == list(part.block_ids)
+
+
+def test_decodes_equal_the_general_way():
+    """The packing of plain decodes is written a second time, for speed."""
+    rng = random.Random(5)
+    for count in (1, 2, 7, 64):
+        parts = []
+        for seq_id in range(count):
+            start = rng.randint(0, 40)
+            blocks = tuple(rng.sample(range(1, 500), start // BS + 1 + rng.choice([0, 0, 2])))
+            parts.append(ScheduledSequence(seq_id, (rng.randint(0, 1000),), start, blocks, samples=True))
+        plan = StepPlan(tuple(parts))
+        fast, slow = build_batch(plan, BS), pack(plan, BS)
+        assert (fast.sample_seq_ids, fast.draft_rows, fast.prompt_rows) == (slow.sample_seq_ids, (), ())
+        for name, array in slow.tensors.feeds().items():
+            mine = fast.tensors.feeds()[name]
+            assert (mine.dtype, mine.shape, mine.tolist()) == (array.dtype, array.shape, array.tolist()), name
 
 
 def test_dtypes_are_those_of_the_step_contract():

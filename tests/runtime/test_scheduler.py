@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from castline.runtime.events import FinishReason
 
@@ -189,7 +190,7 @@ def test_several_tokens_a_step(make_engine):
     scheduler.commit(engine.plans[-1], {seq_id: (1,)})
     assert (seq.num_computed, seq.num_tokens) == (10, 11)
     plan = scheduler.schedule()
-    drafts = replace(plan.scheduled[0], token_ids=(1, 2, 3, 50))
+    drafts = structs.replace(plan.scheduled[0], token_ids=(1, 2, 3, 50))
     scheduler.commit(replace(plan, scheduled=(drafts,)), {seq_id: (2, 3)})
     assert (seq.num_computed, seq.num_tokens) == (12, 13), "the KV of the rejected drafts is not this sequence's"
     plan = scheduler.schedule()
