@@ -4,12 +4,14 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 STOP_SECONDS = 15.0
+SIGNAL_SECONDS = 5.0
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -44,11 +46,16 @@ class Group:
     def pids(self) -> list[int]:
         """Of the session, those that still run."""
         leader = self.process.pid
-        return [pid for pid in _all_pids() if (stat := _stat(pid)) is not None and int(stat[3]) == leader]
+        stats = ((pid, _stat(pid)) for pid in _all_pids())
+        return [pid for pid, stat in stats if stat is not None and int(stat[3]) == leader and stat[0] != "Z"]
 
     def suspend(self) -> None:
-        """Stops every process where it is, so that an idle system takes nothing from the one that is measured."""
+        """Stops every process where it is, so that an idle system takes nothing from the one that is measured.
+
+        Returns when they have stopped: a busy thread stops only when it next runs.
+        """
         self._signal(signal.SIGSTOP)
+        self._wait_for(lambda: all(_is_stopped(pid) for pid in self.pids()))
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
@@ -71,6 +78,7 @@ class Group:
                 self.process.wait(STOP_SECONDS)
         self._signal(signal.SIGKILL)
         self.process.wait()
+        self._wait_for(lambda: not self.pids())
         pipes: list[IO[bytes] | None] = [self.process.stdin, self.process.stdout]
         for pipe in pipes:
             if pipe is not None:
@@ -80,6 +88,12 @@ class Group:
         """The end of the log, in one line."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return " | ".join(line.strip() for line in text.splitlines() if line.strip())[-160 * lines :]
+
+    def _wait_for(self, reached: Callable[[], bool]) -> None:
+        """Signals take effect when a process next runs; gives up quietly."""
+        deadline = time.monotonic() + SIGNAL_SECONDS
+        while not reached() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self.pids():
@@ -98,6 +112,12 @@ def _stat(pid: int) -> list[str] | None:
     except OSError:
         return None
     return text[text.rindex(")") + 2 :].split()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Or gone."""
+    stat = _stat(pid)
+    return stat is None or stat[0] == "T"
 
 
 def _pss_bytes(pid: int) -> int:
