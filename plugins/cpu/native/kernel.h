@@ -111,7 +111,7 @@ void score_keys(const Attributes& a, int rows, const Scratch& s, const uint8_t* 
 #endif
   const Queries queries = {s.q, rows, a.head_dim};
   if (!decodes<T>(rows)) return score_block<T>(queries, tile, a.block_size, scores);
-  decode_keys<T>(tile, a.head_dim, a.block_size, s.decoded);
+  decode_block<T>(tile, a.head_dim, a.block_size, s.decoded);
   score_block<kFp32>(queries, reinterpret_cast<const uint8_t*>(s.decoded), a.block_size, scores);
 }
 
@@ -143,22 +143,24 @@ TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item,
 void gather_scales(const Attributes& a, const TileBlocks& tile, const Scratch& s) {
   const int n = a.block_size;
   for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
-    for (int i = 0; i < n; ++i) s.k_scale[b * n + i] = tile.block[b].k_scale[i] * a.scale;
+    for (int i = 0; i < n; ++i) s.k_scale[b * n + i] = tile.block[b].k_scale[i] * a.scale * kLog2E;
     memcpy(s.v_scale + b * n, tile.block[b].v_scale, sizeof(float) * n);
   }
 }
 
 // Softmax of one row over the tile's keys [low, high), not divided by its sum: scores become weights (times V's scale).
+// Scores are in units of log(2), so that a weight is a power of two.
 template <KvDtype T>
 void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high, const Scratch& s, int row) {
   float* scores = s.scores + row * kKeyTile;
   const int begin = tile.first_key / tile.block_size * tile.block_size;
   const int end = (tile.last_key + kLanes - 1) / kLanes * kLanes;
-  const Vec scale = broadcast(T == kFp8 ? a.scale * kFp8Scale : a.scale);
+  const Vec scale = broadcast(a.scale * kLog2E * (T == kFp8 ? kFp8Scale : 1.0f));
+  const float cap = a.softcap * kLog2E;
   Vec largest = broadcast(kMasked);
   for (int i = begin; i < end; i += kLanes) {
     Vec x = mul(load(scores + i), T == kInt8 ? load(s.k_scale + i) : scale);
-    if (a.softcap > 0.0f) x = mul(tanh(div(x, broadcast(a.softcap))), broadcast(a.softcap));
+    if (a.softcap > 0.0f) x = mul(tanh(mul(x, broadcast(1.0f / cap))), broadcast(cap));
     x = keep_range(x, low - i, high - i, broadcast(kMasked));
     store(scores + i, x);
     largest = max(largest, x);
@@ -167,7 +169,7 @@ void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high,
   const Vec shift = broadcast(row_max == kMasked ? 0.0f : -row_max);
   Vec total = broadcast(0.0f);
   for (int i = begin; i < end; i += kLanes) {
-    Vec weight = exp_nonpositive(add(load(scores + i), shift));
+    Vec weight = exp2(add(load(scores + i), shift));
     total = add(total, weight);
     if (T == kInt8) weight = mul(weight, load(s.v_scale + i));
     if (T == kFp8) weight = mul(weight, broadcast(kFp8Scale));
@@ -198,8 +200,8 @@ void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, 
 void merge_row(int dim, float tile_max, float tile_total, const float* tile_sum, float* max, float* total, float* sum) {
   if (tile_max == kMasked) return;
   const float new_max = tile_max > *max ? tile_max : *max;
-  const float keep = *max == kMasked ? 0.0f : expf(*max - new_max);
-  const float take = expf(tile_max - new_max);
+  const float keep = exp2f(*max - new_max);
+  const float take = exp2f(tile_max - new_max);
   *max = new_max;
   *total = *total * keep + tile_total * take;
   for (int d = 0; d < dim; ++d) sum[d] = sum[d] * keep + tile_sum[d] * take;
