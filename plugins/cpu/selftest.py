@@ -12,8 +12,8 @@ from castline.plugins.cpu.library import PLUGIN_NAME, active_isa, library_path
 from castline.plugins.cpu.node_model import block_bytes, serialise_node_model
 from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
 
-TOLERANCE: Final = 1e-3
-"""Of outputs whose size is about 1."""
+TOLERANCE: Final = 1e-2
+"""Of outputs whose size is about 1: a wrong kernel is off by as much, queries rounded to bf16 (fp8 pools) by less."""
 
 _TOKENS: Final = 21
 _BLOCKS: Final = 3

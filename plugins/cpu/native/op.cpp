@@ -98,7 +98,7 @@ OrtStatus* attend_all(const Kernel& k, const OrtKernelContext* context, const St
   static const int workers = static_cast<int>(std::thread::hardware_concurrency());
   const Attributes& a = k.attributes;
   Partition& p = partition_memory;
-  make_partition(a, s, workers, &p);
+  make_partition(a, s, k.kernels->item_rows, workers, &p);
 
   const size_t units = p.units.size();
   float* const partials = units ? partial_buffer.get(p.partial_floats) : nullptr;
@@ -106,7 +106,7 @@ OrtStatus* attend_all(const Kernel& k, const OrtKernelContext* context, const St
   for (size_t u = 0; u < units; ++u) pending[u].store(p.pending[u], std::memory_order_relaxed);
   if (units && partials == nullptr) throw std::bad_alloc();
 
-  const size_t scratch_size = scratch_floats(a, p.max_rows);
+  const size_t scratch_size = k.kernels->scratch_floats(a, p.max_rows);
   const int group = a.num_heads / a.num_kv_heads;
   std::atomic<bool> out_of_memory{false};
   OrtStatus* status = for_each(k, context, p.items.size(), p.cost, [&](size_t i) {

@@ -9,13 +9,19 @@
 //   keep_range(x, lo, hi, other)  lane i of x where lo <= i < hi, else of other
 //   keep_above(x, y, bound, other)  lane of x where y > bound, else of other
 //   load_words, shift_left<N>, shift_right<N> (arithmetic), high_half, as_float, to_float
-//   fraction, scale_exp2          x - floor(x); p * 2^floor(x), and 0 where that is too small (x = -infinity too)
+//   fraction, scale_exp2          x - floor(x); p * 2^floor(x), and 0 where x <= kLeastExponent
 //   load_fp8_pair                 even and odd ones of 2 * kLanes elements as floats divided by kFp8Scale
 #pragma once
 
 #include "numeric.h"
 
 #define CASTLINE_INLINE inline __attribute__((always_inline))
+
+namespace castline {
+// Weights below 2^kLeastExponent of the greatest are 0: they cannot change a sum of floats, and products of smaller ones
+// would be subnormal, which takes a processor a hundred cycles.
+constexpr float kLeastExponent = -64.0f;
+}  // namespace castline
 
 #if defined(CASTLINE_ISA_AVX512)
 #include "simd_avx512.h"
@@ -30,7 +36,7 @@ namespace {
 
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x for x up to about 0, and exactly 0 of -infinity, so that a masked score weighs nothing. 2^x = 2^floor(x) 2^f; the
+// 2^x, and exactly 0 of x <= kLeastExponent, so that a masked score weighs nothing. 2^x = 2^floor(x) 2^f; the
 // polynomials are minimax for the relative error of 2^f on [0, 1): 1.5e-7, in float.
 CASTLINE_INLINE Vec exp2(Vec x) {
   const Vec f = fraction(x);

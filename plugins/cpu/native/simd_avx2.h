@@ -53,9 +53,9 @@ CASTLINE_INLINE Vec as_float(Int v) { return _mm256_castsi256_ps(v); }
 CASTLINE_INLINE Vec to_float(Int v) { return _mm256_cvtepi32_ps(v); }
 CASTLINE_INLINE Vec fraction(Vec v) { return _mm256_sub_ps(v, _mm256_floor_ps(v)); }
 CASTLINE_INLINE Vec scale_exp2(Vec p, Vec x) {
-  const Int exponent = _mm256_cvtps_epi32(_mm256_floor_ps(max(x, broadcast(-126.0f))));
+  const Int exponent = _mm256_cvtps_epi32(_mm256_floor_ps(max(x, broadcast(kLeastExponent))));
   const Vec scaled = mul(p, as_float(shift_left<23>(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)))));
-  return keep_above(scaled, x, -126.0f, broadcast(0.0f));
+  return keep_above(scaled, x, kLeastExponent, broadcast(0.0f));
 }
 // The bits of e4m3, moved to fp16's place, are the value divided by 256 (subnormals too).
 CASTLINE_INLINE void load_fp8_pair(const uint8_t* p, Vec& even, Vec& odd) {

@@ -44,7 +44,9 @@ CASTLINE_INLINE Int high_half(Int v) { return _mm512_and_si512(v, _mm512_set1_ep
 CASTLINE_INLINE Vec as_float(Int v) { return _mm512_castsi512_ps(v); }
 CASTLINE_INLINE Vec to_float(Int v) { return _mm512_cvtepi32_ps(v); }
 CASTLINE_INLINE Vec fraction(Vec v) { return _mm512_reduce_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
-CASTLINE_INLINE Vec scale_exp2(Vec p, Vec x) { return _mm512_scalef_ps(p, x); }
+CASTLINE_INLINE Vec scale_exp2(Vec p, Vec x) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(kLeastExponent), _CMP_GT_OQ), p, x);
+}
 // The bits of e4m3, moved to fp16's place, are the value divided by 256 (subnormals too).
 CASTLINE_INLINE void load_fp8_pair(const uint8_t* p, Vec& even, Vec& odd) {
   const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -65,8 +65,8 @@ CASTLINE_INLINE Vec floor(Vec v) {
 }
 CASTLINE_INLINE Vec fraction(Vec v) { return v - floor(v); }
 CASTLINE_INLINE Vec scale_exp2(Vec p, Vec x) {
-  const Int exponent = __builtin_convertvector(floor(max(x, broadcast(-126.0f))), Int);
-  return keep_above(p * as_float(shift_left<23>(exponent + 127)), x, -126.0f, broadcast(0.0f));
+  const Int exponent = __builtin_convertvector(floor(max(x, broadcast(kLeastExponent))), Int);
+  return keep_above(p * as_float(shift_left<23>(exponent + 127)), x, kLeastExponent, broadcast(0.0f));
 }
 
 struct Fp8Table {
