@@ -66,7 +66,8 @@ void prepare(const LinearAttributes& a, const LinearStep& s, int64_t first, int6
 // Fetching some memory while tiles are multiplied: a few lines with every group.
 struct Fetch {
   // Spread over *calls* tiles of *groups* groups.
-  Fetch(const void* from, size_t bytes, int64_t calls, int groups) : at(static_cast<const char*>(from)), groups(groups) {
+  Fetch(const void* from, size_t bytes, int64_t calls, int groups)
+      : at(static_cast<const char*>(from)), groups(groups) {
     const int64_t lines_wanted = static_cast<int64_t>(bytes + 63) / 64, slots = calls * groups;
     end = at + bytes;
     lines = static_cast<int>((lines_wanted + slots - 1) / slots);

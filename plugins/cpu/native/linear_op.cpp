@@ -18,8 +18,8 @@ struct LinearNode {
   LinearChoice kernels;
 };
 
-// Rows from which matrix units beat the narrow kernels, where the node does not say: weights with a scale a column go to
-// them as they are, others are unpacked first.
+// Rows from which matrix units beat the narrow kernels, where the node does not say. They take weights with a scale a
+// column as they are; others are unpacked first.
 constexpr int kWideRows = 9;
 constexpr int kWideRowsPerColumn = 3;
 // Prepared rows that are multiplied together stay in the second-level cache beside the strips in use.
