@@ -90,14 +90,21 @@ struct IntegerSums {
   }
 };
 
-static inline void multiply_int8(const uint8_t* const strips[2], int64_t steps, const uint8_t* rows, int32_t* sums,
+// Adds the products of one row tile, and fetches the strips to come where the strips are read for the first time.
+template <bool Fetch>
+void multiply_int8(const uint8_t* const strips[2], int64_t steps, const uint8_t* rows, int32_t* sums,
                                  Finisher<IntegerSums>& finisher) {
   const int64_t finished = (kTileRows + steps - 1) / steps;
   zero_tile<0>();
   zero_tile<1>();
   zero_tile<2>();
   zero_tile<3>();
+  const int64_t ahead = kStripsAhead * steps * kTileBytes;
   for (int64_t i = 0; i < steps; ++i, rows += 2 * kTileBytes) {
+    for (int line = 0; Fetch && line < kTileBytes; line += kTileStride) {
+      _mm_prefetch(reinterpret_cast<const char*>(strips[0] + i * kTileBytes + ahead + line), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(strips[1] + i * kTileBytes + ahead + line), _MM_HINT_T1);
+    }
     stream_tile<4>(rows);
     load_tile<6>(strips[0] + i * kTileBytes);
     add_product_int8<0, 4, 6>();
@@ -135,7 +142,8 @@ static inline void compute_int8(const LinearAttributes& a, const LinearStep& s, 
                                         s.weight + pair.strip[1] * strip_bytes(a)};
       const Vec scale[2] = {column_scale(a, s, pair.strip[0]), column_scale(a, s, pair.strip[1])};
       for (int64_t tile = first_tile; tile < last_tile; ++tile, buffer ^= 1) {
-        multiply_int8(strips, steps, prepared + tile * tile_bytes, sums[buffer], finisher);
+        const auto multiply = tile == first_tile ? multiply_int8<true> : multiply_int8<false>;
+        multiply(strips, steps, prepared + tile * tile_bytes, sums[buffer], finisher);
         finisher.finish();
         finisher.begin(pair, scale, tile * kTileRows, 1, {sums[buffer], integers + tile * kTileRows});
       }
