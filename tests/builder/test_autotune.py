@@ -394,6 +394,15 @@ def test_linear_is_timed_with_its_surroundings_inside(around: Surroundings) -> N
     assert len(plain.graph.node) > sum(map(bool, parts))
 
 
+def test_timed_arrays_are_aligned_as_mapped_weights_are() -> None:
+    """NumPy's arrays begin inside a cache line: the timing would be of loads that the engine never makes."""
+    random = np.random.default_rng(0)
+    _, weights = matmul_model(576, 960, LINEAR_W8_G32, NO_SURROUNDINGS, random)
+    arrays = [*weights.values(), *inputs(576, 960, Surroundings(residual=True), 3, random).values()]
+    assert len(arrays) == 4
+    assert all(array.ctypes.data % 4096 == 0 and array.flags.c_contiguous for array in arrays)
+
+
 def test_matmul_model_computes_its_shape() -> None:
     """A timing of another shape than the case's would steer the choice wrongly and silently."""
     random = np.random.default_rng(0)
