@@ -23,6 +23,8 @@ STEP_WEIGHTS: Mapping[int, float] = {1: 0.30, 8: 0.20, 32: 0.20, 128: 0.15, 512:
 
 WIDE_ROWS = (8, 16, 32, 128)
 """Rows at which Linear's wide kernels are timed against the narrow ones, where the host has them."""
+DEFAULT_WIDE_ROWS = 16
+"""Where the two differ by less than noise: a whole tile of the matrix units."""
 
 THREAD_STEP_WEIGHTS: Mapping[int, float] = {1: 0.5, 128: 0.5}
 
@@ -193,18 +195,21 @@ class _Tuner:
         return candidates[self._choose(f"matmul {shape[0]}x{shape[1]}", times, _by_name(weights))]
 
     def _wide_rows(self, shape: Shape, kernel: MatmulKernel, threads: int) -> int:
-        """Rows from which the wide kernels win at every size timed; -1 where they do not at the largest."""
+        """Rows from which the wide kernels are to be used, or -1 for never: what costs least over all sizes timed."""
         narrow, wide = replace(kernel, wide_rows=-1), replace(kernel, wide_rows=1)
-        first, winning = -1, True
-        for rows in reversed([rows for rows in WIDE_ROWS if rows <= self._most_rows(shape)]):
-            times = {
-                "narrow": self._matmul_us(shape, narrow, rows, threads),
-                "wide": self._matmul_us(shape, wide, rows, threads),
-            }
-            self.timings_us[f"wide rows {shape[0]}x{shape[1]}, {rows}"] = {n: round(us, 2) for n, us in times.items()}
-            winning = winning and times["wide"] < times["narrow"]
-            first = rows if winning else first
-        return first
+        sizes = [rows for rows in WIDE_ROWS if rows <= self._most_rows(shape)]
+        if not sizes:
+            return 0
+        narrow_us = {rows: self._matmul_us(shape, narrow, rows, threads) for rows in sizes}
+        wide_us = {rows: self._matmul_us(shape, wide, rows, threads) for rows in sizes}
+        for rows in sizes:
+            times = {"narrow": round(narrow_us[rows], 2), "wide": round(wide_us[rows], 2)}
+            self.timings_us[f"wide rows {shape[0]}x{shape[1]}, {rows}"] = times
+        costs = {
+            str(first): {str(rows): (wide_us if 0 < first <= rows else narrow_us)[rows] for rows in sizes}
+            for first in (*sorted(sizes, key=lambda rows: rows != DEFAULT_WIDE_ROWS), -1)
+        }
+        return int(cheapest(costs, {str(rows): 1 / len(sizes) for rows in sizes}))
 
     def attention(self, attribute: str, candidates: Iterable[int], threads: int) -> int:
         """The best value of one attribute of the attention node, with the others as they stand."""
