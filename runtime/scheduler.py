@@ -267,12 +267,16 @@ class Scheduler:
 
     def _reserve(self, seq: Sequence, count: int) -> int:
         """Blocks for *count* more tokens, preempting younger sequences if need be; else for as many as fit."""
-        while self.kv.missing(seq, count) > self.kv.pool.num_free:
+        missing = self.kv.missing(seq, count)
+        if missing == 0:
+            return count
+        while missing > self.kv.pool.num_free:
             victim = self._victim(seq)
             if victim is None:
                 count = min(count, self.kv.capacity(seq))
                 break
             self._preempt(victim)
+            missing = self.kv.missing(seq, count)
         if count:
             self.kv.reserve(seq, count)
         return count

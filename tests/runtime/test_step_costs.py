@@ -29,7 +29,7 @@ def test_the_slope_of_a_line_is_found_between_and_at_the_sizes_seen(num_tokens):
 
 
 def test_tokens_are_cheap_beside_few_and_dear_beside_many():
-    """All that the decision rests on: at batch 1 more tokens are almost free, at batch 64 they cost their share."""
+    """The decision rests on this: at batch 1 more tokens are almost free, at batch 64 they cost their share."""
     costs = fed(cpu, [1, 8, 32])
     assert 1 * costs.relative_slope(1, 8) < 0.15
     assert 64 * costs.relative_slope(64, 71) > 0.8

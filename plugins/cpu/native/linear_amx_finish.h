@@ -26,7 +26,7 @@ static inline StripPair strip_pair(const LinearAttributes& a, int unit, int last
 // shares the vector units with unpacking. The polynomial is the minimax one of degree 5, relative error 2e-7.
 CASTLINE_INLINE Vec silu(Vec x) {
   const Vec t = max(_mm512_min_ps(mul(x, broadcast(-1.44269504f)), broadcast(126.0f)), broadcast(-126.0f));
-  const Vec n = round(t), f = sub(t, n);
+  const Vec n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = sub(t, n);
   Vec p = fma(broadcast(1.3264727e-3f), f, broadcast(9.6715128e-3f));
   p = fma(p, f, broadcast(5.5507337e-2f));
   p = fma(p, f, broadcast(2.4022242e-1f));
