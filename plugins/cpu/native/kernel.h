@@ -12,29 +12,46 @@
 #include "scores.h"
 #include "simd.h"
 #include "values.h"
-#ifdef CASTLINE_ISA_AVX512
-#include "scores_vnni.h"
-#endif
 
 namespace castline::CASTLINE_ISA {
 namespace {
 
 constexpr float kMasked = -INFINITY;
 
+}  // namespace
+}  // namespace castline::CASTLINE_ISA
+
+#include "scales.h"
+#ifdef CASTLINE_ISA_AVX512
+#include "values_vnni.h"
+#endif
+
+namespace castline::CASTLINE_ISA {
+namespace {
+
 // The geometry of an item: its rows are (query, head of the group), its key limits those of all its queries together.
 struct Rows {
   int group, count;
   int first_position;      // of first_query
   int first_key, last_key;  // keys any row may see: [first_key, last_key)
+
+  int position(int row) const { return first_position + row / group; }
 };
+
+// Position of the first key that a row may see.
+int first_key(const Attributes& a, const Rows& rows, int row) {
+  const int position = rows.position(row);
+  return a.window > 0 && position + 1 > a.window ? position + 1 - a.window : 0;
+}
 
 Rows rows_of(const Attributes& a, const Step& s, const WorkItem& item) {
   const int group = a.num_heads / a.num_kv_heads;
   const int queries = s.cu_query_lens[item.sequence + 1] - s.cu_query_lens[item.sequence];
   const int position = s.kv_lens[item.sequence] - queries + item.first_query;
-  const int low = a.window > 0 && position + 1 > a.window ? position + 1 - a.window : 0;
   const int count = item.last_query - item.first_query;
-  return {group, count * group, position, low, position + count};
+  Rows rows = {group, count * group, position, 0, position + count};
+  rows.first_key = first_key(a, rows, 0);
+  return rows;
 }
 
 float* output_row(const Attributes& a, const Step& s, const WorkItem& item, const Rows& rows, int row) {
@@ -46,8 +63,7 @@ float* output_row(const Attributes& a, const Step& s, const WorkItem& item, cons
 // Views of an item's scratch (see scratch_floats).
 struct Scratch {
   float* scores;   // [rows][kKeyTile]
-  float* k_scale;  // [kKeyTile] of the tile's keys
-  float* v_scale;
+  KeyScales* scales;
   float* decoded;  // [block_size][dim]
   float* q;        // [rows][dim], packed
   float* sum;      // [rows][dim] running numerator
@@ -61,16 +77,14 @@ struct Scratch {
 
 size_t scratch_floats(const Attributes& a, int rows) {
   return static_cast<size_t>(rows) * (3 * a.head_dim + kKeyTile + 6) + static_cast<size_t>(a.block_size) * a.head_dim +
-         2 * kKeyTile;
+         sizeof(KeyScales) / sizeof(float);
 }
 
 Scratch scratch_views(const Attributes& a, int rows, float* base) {
   const ptrdiff_t matrix = static_cast<ptrdiff_t>(rows) * a.head_dim;
   Scratch s;
   s.scores = base;
-  s.k_scale = s.scores + static_cast<ptrdiff_t>(rows) * kKeyTile;
-  s.v_scale = s.k_scale + kKeyTile;
-  s.decoded = s.v_scale + kKeyTile;
+  s.decoded = s.scores + static_cast<ptrdiff_t>(rows) * kKeyTile;
   s.q = s.decoded + a.block_size * a.head_dim;
   s.sum = s.q + matrix;
   s.tile_sum = s.sum + matrix;
@@ -79,20 +93,22 @@ Scratch scratch_views(const Attributes& a, int rows, float* base) {
   s.total = s.tile_max + rows;
   s.tile_total = s.total + rows;
   s.q_extra = s.tile_total + rows;
+  s.scales = reinterpret_cast<KeyScales*>(s.q_extra + 2 * rows);
   return s;
 }
 
 // --- the dtype's dot product ----------------------------------------------------------------------------------------
 
+// int8 with integer dot products: queries and weights have 16 bits.
 #ifdef CASTLINE_ISA_AVX512
 template <KvDtype T>
-constexpr bool kIntegerScores = T == kInt8;
+constexpr bool kIntegerDot = T == kInt8;
 IntegerQueries integer_queries(const Attributes& a, int rows, const Scratch& s) {
-  return {reinterpret_cast<int32_t*>(s.q), reinterpret_cast<IntegerRow*>(s.q_extra), rows, a.head_dim};
+  return {reinterpret_cast<int32_t*>(s.q), reinterpret_cast<int32_t*>(s.q_extra), rows, a.head_dim};
 }
 #else
 template <KvDtype T>
-constexpr bool kIntegerScores = false;
+constexpr bool kIntegerDot = false;
 #endif
 
 // Whether K or V of a block are decoded to floats once rather than by every register tile of rows.
@@ -104,16 +120,16 @@ bool decodes(int rows) {
 template <KvDtype T>
 void pack_row(const Attributes& a, int rows, const Scratch& s, int row, const float* q) {
 #ifdef CASTLINE_ISA_AVX512
-  if constexpr (kIntegerScores<T>) return pack_query(integer_queries(a, rows, s), row, q);
+  if constexpr (kIntegerDot<T>) {
+    s.q_extra[rows + row] = pack_query(integer_queries(a, rows, s), row, q, a.scale * kLog2E);
+    return;
+  }
 #endif
   pack_query(Queries{s.q, rows, a.head_dim}, row, q);
 }
 
 template <KvDtype T>
 void score_keys(const Attributes& a, int rows, const Scratch& s, const uint8_t* tile, float* scores) {
-#ifdef CASTLINE_ISA_AVX512
-  if constexpr (kIntegerScores<T>) return score_block(integer_queries(a, rows, s), tile, a.block_size, scores);
-#endif
   const Queries queries = {s.q, rows, a.head_dim};
   if (!decodes<T>(rows)) return score_block<T>(queries, tile, a.block_size, scores);
   decode_block<T>(tile, a.head_dim, a.block_size, s.decoded);
@@ -144,15 +160,6 @@ TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item,
   return tile;
 }
 
-// Gathers the keys' scales over the tile: what a score and a weight are multiplied by. int8 only.
-void gather_scales(const Attributes& a, const TileBlocks& tile, const Scratch& s) {
-  const int n = a.block_size;
-  for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
-    for (int i = 0; i < n; ++i) s.k_scale[b * n + i] = tile.block[b].k_scale[i] * a.scale * kLog2E;
-    memcpy(s.v_scale + b * n, tile.block[b].v_scale, sizeof(float) * n);
-  }
-}
-
 // Softmax of one row over the tile's keys [low, high), not divided by its sum: scores become weights (times V's scale).
 // Scores are in units of log(2), so that a weight is a power of two.
 template <KvDtype T>
@@ -164,7 +171,7 @@ void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high,
   const float cap = a.softcap * kLog2E;
   Vec largest = broadcast(kMasked);
   for (int i = begin; i < end; i += kLanes) {
-    Vec x = mul(load(scores + i), T == kInt8 ? load(s.k_scale + i) : scale);
+    Vec x = mul(load(scores + i), T == kInt8 ? load(s.scales->k + i) : scale);
     if (a.softcap > 0.0f) x = mul(tanh(mul(x, broadcast(1.0f / cap))), broadcast(cap));
     x = keep_range(x, low - i, high - i, broadcast(kMasked));
     store(scores + i, x);
@@ -176,7 +183,7 @@ void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high,
   for (int i = begin; i < end; i += kLanes) {
     Vec weight = exp2(add(load(scores + i), shift));
     total = add(total, weight);
-    if (T == kInt8) weight = mul(weight, load(s.v_scale + i));
+    if (T == kInt8) weight = mul(weight, load(s.scales->v + i));
     if (T == kFp8) weight = mul(weight, broadcast(kFp8Scale));
     store(scores + i, weight);
   }
@@ -184,17 +191,45 @@ void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high,
   s.tile_total[row] = reduce_add(total);
 }
 
+#ifdef CASTLINE_ISA_AVX512
+// As below, in integers.
+void attend_integer_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, int tile_start,
+                         const Scratch& s) {
+  const IntegerQueries queries = integer_queries(a, rows.count, s);
+  for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
+    score_block(queries, tile.block[b].k, a.block_size, s.scores + b * a.block_size);
+  }
+  gather_scales(tile, 1.0f, s.scales);
+  constexpr int kGroups = kPlaneWidth / kGroup;
+  const int first = tile.first_key / kPlaneWidth * kGroups;
+  const int last = (tile.last_key + kPlaneWidth - 1) / kPlaneWidth * kGroups;
+  uint8_t* const weights = reinterpret_cast<uint8_t*>(s.scores);  // a row's weights take the place of its scores
+  for (int r = 0; r < rows.count; ++r) {
+    const auto place = [&](int g) { return s.scores + r * kKeyTile + g * kGroup; };
+    const auto read = [&](int g) { return load(place(g)); };
+    const auto write = [&](int g, const Vec* p) { store_planes(p, weights + r * kKeyTile * 4 + g / kGroups * 128); };
+    const RowSoftmax x =
+        softmax_row<kInt8, kGroups>(*s.scales, first_key(a, rows, r) - tile_start, rows.position(r) + 1 - tile_start,
+                                    first, last, s.q_extra[rows.count + r], a.softcap * kLog2E, read, place, write);
+    s.tile_max[r] = x.max;
+    s.tile_total[r] = x.total;
+  }
+  integer_values(tile, rows.count, a.head_dim, weights, s.tile_sum);
+}
+#endif
+
 // Scores, softmax and weighted sum of V of all rows over one key tile: fills tile_max, tile_total and tile_sum.
 template <KvDtype T>
 void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, int tile_start, const Scratch& s) {
+#ifdef CASTLINE_ISA_AVX512
+  if constexpr (kIntegerDot<T>) return attend_integer_tile(a, tile, rows, tile_start, s);
+#endif
   for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
     score_keys<T>(a, rows.count, s, tile.block[b].k, s.scores + b * a.block_size);
   }
-  if (T == kInt8) gather_scales(a, tile, s);
+  if (T == kInt8) gather_scales(tile, a.scale * kLog2E, s.scales);
   for (int r = 0; r < rows.count; ++r) {
-    const int position = rows.first_position + r / rows.group;
-    const int low = a.window > 0 ? position + 1 - a.window - tile_start : 0;
-    softmax_row<T>(a, tile, low, position + 1 - tile_start, s, r);
+    softmax_row<T>(a, tile, first_key(a, rows, r) - tile_start, rows.position(r) + 1 - tile_start, s, r);
   }
   sum_values<T>(tile, rows.count, a.head_dim, s);
 }

@@ -52,20 +52,28 @@ template <KvDtype T, int Rows, int Vectors>
 void score_tile(const float* q, int dim, const uint8_t* keys, ptrdiff_t stride, float* scores) {
   constexpr int kDims = side_by_side(T);
   Vec sum[Rows][Vectors];
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
+    #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) sum[r][v] = broadcast(0.0f);
   }
   for (int d = 0; d < dim; d += kDims, q += kDims * Rows, keys += stride) {
     Vec k[Vectors][kDims];
+    #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) load_beside<T>(keys + v * kLanes * kLoadBytes<T>, k[v]);
+    #pragma GCC unroll 8
     for (int i = 0; i < kDims; ++i) {
+      #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         const Vec x = broadcast(q[i * Rows + r]);
+        #pragma GCC unroll 8
         for (int v = 0; v < Vectors; ++v) sum[r][v] = fma(k[v][i], x, sum[r][v]);
       }
     }
   }
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
+    #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) store(scores + r * kKeyTile + v * kLanes, sum[r][v]);
   }
 }
@@ -108,6 +116,7 @@ void decode_block(const uint8_t* tile, int rows, int columns, float* out) {
       const int at = column + kLanes <= columns ? column : columns - kLanes;
       Vec x[kBeside];
       load_beside<T>(tile + (row / kBeside * columns + at) * kLoadBytes<T>, x);
+      #pragma GCC unroll 8
       for (int i = 0; i < kBeside; ++i) store(out + i * columns + at, x[i]);
     }
   }

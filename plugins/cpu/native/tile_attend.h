@@ -7,21 +7,29 @@
 #pragma once
 
 #include "kernel.h"
-#include "tile_softmax.h"
+#include "tile_operands.h"
 
 namespace castline::CASTLINE_ISA {
 namespace {
 
+// Strides are no multiple of 1024 bytes: the rows of a strip would share few sets of the cache.
+template <KvDtype T>
+constexpr int kScoreStride = kKeyTile * 4 * kSumPlanes<T> + 64;  // [group][plane][kGroup], 32 bits each
+template <KvDtype T>
+constexpr int kWeightStride = kKeyTile / kStep<T> * kPlanes<T> * kTileBytes + 64;  // [step][plane][kTileBytes]
+
 // Views of an item's scratch (see tile_scratch_bytes).
 struct TileScratch {
   uint8_t* queries;  // [strips] of strip_query_bytes
-  uint8_t* scores;   // [kStrip] rows of kScoreStride
-  uint8_t* weights;  // [kStrip] rows of kWeightStride
+  uint8_t* scores[2];   // of two strips: [kStrip] rows of kScoreStride
+  uint8_t* weights[2];  // [kStrip] rows of kWeightStride
   uint8_t* k_panel;
   uint8_t* v_panel;
-  uint8_t* products;  // P.V of one strip: [kStrip][group of dimensions][plane][kGroup], 32 bits each
+  uint8_t* products[2];  // P.V: [kStrip][group of dimensions][plane][kGroup], 32 bits each
   KeyScales* scales;
   float* multiplier;  // [rows], of the scores
+  float* tile_max;    // [rows] of the tile
+  float* tile_total;
   float* max;         // [rows] running maximum, denominator and numerator
   float* total;
   float* sum;  // [rows][head_dim]
@@ -43,13 +51,17 @@ size_t tile_scratch_views(const Attributes& a, int rows, uint8_t* base, TileScra
   };
   const int strips = (rows + kStrip - 1) / kStrip;
   out->queries = take(strips * strip_query_bytes<T>(a.head_dim));
-  out->scores = take(kStrip * kScoreStride<T>);
-  out->weights = take(kStrip * kWeightStride<T>);
+  for (int i = 0; i < 2; ++i) {
+    out->scores[i] = take(kStrip * kScoreStride<T>);
+    out->weights[i] = take(kStrip * kWeightStride<T>);
+    out->products[i] = take(kStrip * product_stride<T>(a.head_dim));
+  }
   out->k_panel = take(k_panel_bytes<T>(a.head_dim));
   out->v_panel = take(v_panel_bytes<T>(a.head_dim));
-  out->products = take(kStrip * product_stride<T>(a.head_dim));
   out->scales = reinterpret_cast<KeyScales*>(take(T == kInt8 ? sizeof(KeyScales) : 0));
   out->multiplier = reinterpret_cast<float*>(take(sizeof(float) * rows));
+  out->tile_max = reinterpret_cast<float*>(take(sizeof(float) * rows));
+  out->tile_total = reinterpret_cast<float*>(take(sizeof(float) * rows));
   out->max = reinterpret_cast<float*>(take(sizeof(float) * rows));
   out->total = reinterpret_cast<float*>(take(sizeof(float) * rows));
   out->sum = reinterpret_cast<float*>(take(sizeof(float) * rows * a.head_dim));
@@ -58,86 +70,69 @@ size_t tile_scratch_views(const Attributes& a, int rows, uint8_t* base, TileScra
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-// Loads the right operand of group I of those that are summed at once, and adds its products with the left planes.
-template <KvDtype T, Product P, int I>
+// Sums are taken in pieces of two registers, and two sets of them take turns: the matrix unit works in order, so a
+// piece's sums are stored after the products of the next piece, when they are ready.
+constexpr int kSetSums = 2;
+
+// Groups of one piece: of keys in q.k, of dimensions in P.V.
+template <KvDtype T>
+constexpr int kPieceGroups = kSetSums / kSumPlanes<T>;
+
+// Sums that are still to be stored: *count* registers of set *set*, side by side at *out*.
+struct PendingSums {
+  uint8_t* out = nullptr;
+  ptrdiff_t stride = 0;
+  int count = 0, set = 1;
+};
+
+template <int Set>
+CASTLINE_INLINE void store_sums(const PendingSums& pending) {
+  if (pending.count > 0) tile_store<kSetSums * Set>(pending.out, pending.stride);
+  if (pending.count > 1) tile_store<kSetSums * Set + 1>(pending.out + kTileBytes, pending.stride);
+}
+
+// Loads the right operand of group I of the piece and adds its products with the left planes.
+template <KvDtype T, Product P, int Set, int I>
 CASTLINE_INLINE void add_group(const uint8_t* right, ptrdiff_t stride) {
-  constexpr int kFrom = kRight + I % 2, kSum = I * kSumPlanes<T>;
-  tile_load<kFrom>(right, stride);
-  tile_product<P, kSum, kLeft, kFrom>();
-  if constexpr (kPlanes<T> == 2) tile_product<P, kSum + kSumPlanes<T> - 1, kLeft + 1, kFrom>();
+  constexpr int kSum = kSetSums * Set + I * kSumPlanes<T>;
+  tile_load<kRight + I>(right, stride);
+  tile_product<P, kSum, kLeft, kRight + I>();
+  if constexpr (kPlanes<T> == 2) tile_product<P, kSum + kSumPlanes<T> - 1, kLeft + 1, kRight + I>();
 }
 
-CASTLINE_INLINE void clear_sums() {
-  tile_zero<0>();
-  tile_zero<1>();
-  tile_zero<2>();
-  tile_zero<3>();
-}
-
-template <int Count>
-CASTLINE_INLINE void store_sums(uint8_t* out, ptrdiff_t stride) {
-  tile_store<0>(out, stride);
-  if constexpr (Count > 1) tile_store<1>(out + kTileBytes, stride);
-  if constexpr (Count > 2) tile_store<2>(out + 2 * kTileBytes, stride);
-  if constexpr (Count > 3) tile_store<3>(out + 3 * kTileBytes, stride);
-}
-
-// Groups whose sums fill the registers.
 template <KvDtype T>
-constexpr int kWide = 4 / kSumPlanes<T>;
+CASTLINE_INLINE void load_left(const uint8_t* left, ptrdiff_t stride, ptrdiff_t plane_bytes) {
+  tile_load<kLeft>(left, stride);
+  if constexpr (kPlanes<T> == 2) tile_load<kLeft + 1>(left + plane_bytes, stride);
+}
 
-// Scores of one strip with the groups first .. last of a tile's keys, and with some of their neighbours.
-template <KvDtype T>
-void strip_scores(const uint8_t* queries, int steps, const RightOperands& right, int first, int last, uint8_t* scores) {
+// Products of a piece of q.k: the keys of its groups, of which the first is g.
+template <KvDtype T, int Set>
+void score_piece(const uint8_t* queries, int steps, const RightOperands& right, int g) {
   constexpr Product kProduct = T == kInt8 ? Product::kSigned : Product::kBf16;
-  for (int g = first / kWide<T> * kWide<T>; g < last; g += kWide<T>) {
-    clear_sums();
-    const uint8_t* left = queries;
-    for (int s = 0; s < steps; ++s, left += kPlanes<T> * kPlaneBytes) {
-      const ptrdiff_t at = s * kDepth * right.k_stride;
-      tile_load<kLeft>(left, kTileBytes);
-      if constexpr (kPlanes<T> == 2) tile_load<kLeft + 1>(left + kPlaneBytes, kTileBytes);
-      add_group<T, kProduct, 0>(right.k[g] + at, right.k_stride);
-      add_group<T, kProduct, 1>(right.k[g + 1] + at, right.k_stride);
-      if constexpr (kWide<T> == 4) {
-        add_group<T, kProduct, 2>(right.k[g + 2] + at, right.k_stride);
-        add_group<T, kProduct, 3>(right.k[g + 3] + at, right.k_stride);
-      }
-    }
-    store_sums<4>(scores + g * kSumPlanes<T> * kTileBytes, kScoreStride<T>);
+  tile_zero<kSetSums * Set>();
+  tile_zero<kSetSums * Set + 1>();
+  for (int s = 0; s < steps; ++s, queries += kPlanes<T> * kPlaneBytes) {
+    const ptrdiff_t at = s * kDepth * right.k_stride;
+    load_left<T>(queries, kTileBytes, kPlaneBytes);
+    add_group<T, kProduct, Set, 0>(right.k[g] + at, right.k_stride);
+    if constexpr (kPieceGroups<T> > 1) add_group<T, kProduct, Set, 1>(right.k[g + 1] + at, right.k_stride);
   }
 }
 
-// P.V of one strip for Groups groups of dimensions, of which the first is *group*, over the steps first .. last of the
-// keys.
-template <KvDtype T, int Groups>
-void value_groups(const uint8_t* weights, const RightOperands& right, int group, int first, int last, ptrdiff_t stride,
-                  uint8_t* out) {
+// Products of a piece of P.V over the steps first .. last of the keys; *offset* is where its groups of dimensions begin.
+template <KvDtype T, int Set>
+void value_piece(const uint8_t* weights, const RightOperands& right, ptrdiff_t offset, bool all_groups, int first,
+                 int last) {
   constexpr Product kProduct = T == kInt8 ? Product::kUnsignedSigned : Product::kBf16;
-  clear_sums();
+  tile_zero<kSetSums * Set>();
+  tile_zero<kSetSums * Set + 1>();
   for (int s = first; s < last; ++s) {
-    const uint8_t* left = weights + s * kPlanes<T> * kTileBytes;
-    const uint8_t* v = right.v[s] + group * kTileBytes;
-    tile_load<kLeft>(left, kWeightStride<T>);
-    if constexpr (kPlanes<T> == 2) tile_load<kLeft + 1>(left + kTileBytes, kWeightStride<T>);
-    add_group<T, kProduct, 0>(v, right.v_stride);
-    if constexpr (Groups > 1) add_group<T, kProduct, 1>(v + kTileBytes, right.v_stride);
-    if constexpr (Groups > 2) add_group<T, kProduct, 2>(v + 2 * kTileBytes, right.v_stride);
-    if constexpr (Groups > 3) add_group<T, kProduct, 3>(v + 3 * kTileBytes, right.v_stride);
-  }
-  store_sums<Groups * kSumPlanes<T>>(out + group * kSumPlanes<T> * kTileBytes, stride);
-}
-
-template <KvDtype T>
-void strip_values(const uint8_t* weights, const RightOperands& right, int head_dim, int first, int last, uint8_t* out) {
-  const int groups = (head_dim + kGroup - 1) / kGroup;
-  const ptrdiff_t stride = product_stride<T>(head_dim);
-  int g = 0;
-  for (; g + kWide<T> <= groups; g += kWide<T>) value_groups<T, kWide<T>>(weights, right, g, first, last, stride, out);
-  switch (groups - g) {
-    case 3: if constexpr (kWide<T> > 3) value_groups<T, 3>(weights, right, g, first, last, stride, out); break;
-    case 2: if constexpr (kWide<T> > 2) value_groups<T, 2>(weights, right, g, first, last, stride, out); break;
-    case 1: value_groups<T, 1>(weights, right, g, first, last, stride, out); break;
+    load_left<T>(weights + s * kPlanes<T> * kTileBytes, kWeightStride<T>, kTileBytes);
+    add_group<T, kProduct, Set, 0>(right.v[s] + offset, right.v_stride);
+    if constexpr (kPieceGroups<T> > 1) {
+      if (all_groups) add_group<T, kProduct, Set, 1>(right.v[s] + offset + kTileBytes, right.v_stride);
+    }
   }
 }
 
@@ -154,48 +149,171 @@ float* product_row(uint8_t* row, int head_dim) {
   return out;
 }
 
-// Adds one key tile to the rows first_row .. first_row + kStrip, or writes it to *partial* (see attend_item).
+// The keys of one key tile that any row of a strip may see, and the steps of P.V that hold them.
+struct StripKeys {
+  int first_row, last_row;
+  int low, high;  // low >= high: none
+};
+
+struct TileStep {
+  const Attributes& a;
+  const Rows& rows;
+  const TileScratch& s;
+  const RightOperands& right;
+  int tile_start;
+
+  int position(int row) const { return rows.position(row) - tile_start; }
+  int low(int row) const { return first_key(a, rows, row) - tile_start; }
+  StripKeys keys(int strip) const {
+    const int first = strip * kStrip, last = first + kStrip < rows.count ? first + kStrip : rows.count;
+    const int high = position(last - 1) + 1;
+    return {first, last, low(first) > 0 ? low(first) : 0, high < kKeyTile ? high : kKeyTile};
+  }
+};
+
+// The matrix instructions of two strips, P.V of one and then the scores of another, cut in pieces that run between the
+// rows of a third one's softmax. The two kinds of instruction overlap, and the matrix unit never rests for long: after
+// some hundreds of nanoseconds it sleeps and takes as long to wake.
 template <KvDtype T>
-void attend_strip(const Attributes& a, const Rows& rows, int first_row, int tile_start, const RightOperands& right,
-                  const TileScratch& s, float* partial) {
-  const int last_row = first_row + kStrip < rows.count ? first_row + kStrip : rows.count;
-  const auto position = [&](int row) { return rows.first_position + row / rows.group - tile_start; };
-  const auto low_key = [&](int row) { return a.window > 0 ? position(row) + 1 - a.window : 0; };
-  const int low = low_key(first_row) > 0 ? low_key(first_row) : 0;
-  const int high = position(last_row - 1) + 1 < kKeyTile ? position(last_row - 1) + 1 : kKeyTile;
-  const int first_step = low / kStep<T>, last_step = (high + kStep<T> - 1) / kStep<T>;
-  constexpr int kGroups = kStep<T> / kGroup;
-  if (low < high) {
-    const uint8_t* queries = s.queries + first_row / kStrip * strip_query_bytes<T>(a.head_dim);
-    const int steps = (a.head_dim + kStep<T> - 1) / kStep<T>;
-    strip_scores<T>(queries, steps, right, low / kGroup, (high + kGroup - 1) / kGroup, s.scores);
-  }
-  RowSoftmax softmax[kStrip];
-  for (int r = first_row; r < last_row; ++r) {
-    const int i = r - first_row;
-    softmax[i] = {kMasked, 0.0f};
-    if (low >= high) continue;
-    softmax[i] = softmax_row<T>(s.scores + i * kScoreStride<T>, *s.scales, low_key(r), position(r) + 1,
-                                first_step * kGroups, last_step * kGroups, s.multiplier[r], a.softcap * kLog2E,
-                                s.weights + i * kWeightStride<T>);
-  }
-  if (low < high) strip_values<T>(s.weights, right, a.head_dim, first_step, last_step, s.products);
-  for (int r = first_row; r < last_row; ++r) {
-    const RowSoftmax& x = softmax[r - first_row];
-    float* product = product_row<T>(s.products + (r - first_row) * product_stride<T>(a.head_dim), a.head_dim);
-    if (partial == nullptr) {
-      merge_row(a.head_dim, x.max, x.total, product, s.max + r, s.total + r, s.sum + r * a.head_dim);
-    } else {
-      write_partial(a.head_dim, x.max, x.total, product, partial + r * (a.head_dim + 2));
+class Products {
+ public:
+  Products(const TileStep& t, int strips, int sum_strip, int score_strip) : t_(t) {
+    if (sum_strip >= 0) {
+      const StripKeys keys = t.keys(sum_strip);
+      groups_ = keys.low < keys.high ? (t.a.head_dim + kGroup - 1) / kGroup : 0;
+      first_step_ = keys.low / kStep<T>;
+      last_step_ = (keys.high + kStep<T> - 1) / kStep<T>;
+      weights_ = t.s.weights[sum_strip % 2];
+      products_ = t.s.products[sum_strip % 2];
     }
+    if (score_strip < strips) {
+      const StripKeys keys = t.keys(score_strip);
+      key_group_ = keys.low / kGroup / kPieceGroups<T> * kPieceGroups<T>;
+      key_groups_ = keys.low < keys.high ? (keys.high + kGroup - 1) / kGroup : 0;
+      queries_ = t.s.queries + score_strip * strip_query_bytes<T>(t.a.head_dim);
+      scores_ = t.s.scores[score_strip % 2];
+    }
+  }
+
+  // Runs the next piece. False where none is left.
+  bool next() { return pending_.set == 0 ? next<1>() : next<0>(); }
+
+  // Runs the pieces that are left and stores the last one's sums.
+  void finish() {
+    while (next()) {
+    }
+    pending_.set == 0 ? store_sums<0>(pending_) : store_sums<1>(pending_);
+  }
+
+ private:
+  template <int Set>
+  bool next() {
+    const PendingSums before = pending_;
+    if (group_ < groups_) {
+      const bool all = group_ + kPieceGroups<T> <= groups_;
+      value_piece<T, Set>(weights_, t_.right, group_ * kTileBytes, all, first_step_, last_step_);
+      pending_ = {products_ + group_ * kSumPlanes<T> * kTileBytes, product_stride<T>(t_.a.head_dim), all ? 2 : 1, Set};
+      group_ += kPieceGroups<T>;
+    } else if (key_group_ < key_groups_) {
+      score_piece<T, Set>(queries_, (t_.a.head_dim + kStep<T> - 1) / kStep<T>, t_.right, key_group_);
+      pending_ = {scores_ + key_group_ * kSumPlanes<T> * kTileBytes, kScoreStride<T>, 2, Set};
+      key_group_ += kPieceGroups<T>;
+    } else {
+      return false;
+    }
+    store_sums<1 - Set>(before);
+    return true;
+  }
+
+  const TileStep& t_;
+  int group_ = 0, groups_ = 0, first_step_ = 0, last_step_ = 0;
+  int key_group_ = 0, key_groups_ = 0;
+  const uint8_t* weights_ = nullptr;
+  const uint8_t* queries_ = nullptr;
+  uint8_t* products_ = nullptr;
+  uint8_t* scores_ = nullptr;
+  PendingSums pending_;
+};
+
+// Softmax of one row of a strip over the groups first .. last of its keys.
+template <KvDtype T>
+RowSoftmax weigh_row(const TileStep& t, int row, int first, int last, uint8_t* scores, uint8_t* weights) {
+  constexpr int kGroups = kStep<T> / kGroup;
+  const auto place = [scores](int g) { return reinterpret_cast<float*>(scores + g * 64 * kSumPlanes<T>); };
+  const auto read = [scores, place](int g) {
+    if constexpr (T != kInt8) return load(place(g));
+    const Int high = load_words(scores + g * 128), low = load_words(scores + g * 128 + 64);
+    return to_float(_mm512_add_epi32(shift_left<8>(high), low));
+  };
+  const auto write = [weights](int g, const Vec* p) {
+    uint8_t* out = weights + g / kGroups * kPlanes<T> * kTileBytes;
+    if constexpr (T == kInt8) {
+      store_planes(p, out);
+    } else {
+      store_bf16<T>(p, out, kTileBytes);
+    }
+  };
+  return softmax_row<T, kGroups>(*t.s.scales, t.low(row), t.position(row) + 1, first, last, t.s.multiplier[row],
+                                 t.a.softcap * kLog2E, read, place, write);
+}
+
+// Softmax of a strip's rows, with *beside* running between them.
+template <KvDtype T>
+void weigh_strip(const TileStep& t, int strip, Products<T>* beside) {
+  const StripKeys keys = t.keys(strip);
+  constexpr int kGroups = kStep<T> / kGroup;
+  const int first = keys.low / kStep<T> * kGroups, last = (keys.high + kStep<T> - 1) / kStep<T> * kGroups;
+  for (int r = keys.first_row; r < keys.last_row; ++r) {
+    RowSoftmax x = {kMasked, 0.0f};
+    if (keys.low < keys.high) {
+      const int i = r - keys.first_row;
+      x = weigh_row<T>(t, r, first, last, t.s.scores[strip % 2] + i * kScoreStride<T>,
+                       t.s.weights[strip % 2] + i * kWeightStride<T>);
+    }
+    t.s.tile_max[r] = x.max;
+    t.s.tile_total[r] = x.total;
+    beside->next();
+  }
+}
+
+// Adds the tile to the strip's rows, or writes it to *partial*, [row][head_dim + 2].
+template <KvDtype T>
+void merge_strip(const TileStep& t, int strip, float* partial) {
+  const StripKeys keys = t.keys(strip);
+  const int dim = t.a.head_dim;
+  for (int r = keys.first_row; r < keys.last_row; ++r) {
+    uint8_t* row = t.s.products[strip % 2] + (r - keys.first_row) * product_stride<T>(dim);
+    const float* product = product_row<T>(row, dim);
+    if (partial == nullptr) {
+      merge_row(dim, t.s.tile_max[r], t.s.tile_total[r], product, t.s.max + r, t.s.total + r, t.s.sum + r * dim);
+    } else {
+      write_partial(dim, t.s.tile_max[r], t.s.tile_total[r], product, partial + r * (dim + 2));
+    }
+  }
+}
+
+template <KvDtype T>
+void attend_strips(const TileStep& t, float* partial) {
+  const int strips = (t.rows.count + kStrip - 1) / kStrip;
+  for (int i = -1; i <= strips; ++i) {
+    Products<T> products(t, strips, i - 1, i + 1);
+    if (i >= 0 && i < strips) weigh_strip<T>(t, i, &products);
+    products.finish();
+    if (i >= 1) merge_strip<T>(t, i - 1, partial);
   }
 }
 
 // --- one item --------------------------------------------------------------------------------------------------------
 
+// Up to this many rows integer dot products of vectors, whose bits are the same, are faster for int8.
+constexpr int kFewRows = 8;
+
 template <KvDtype T>
 void attend_with_tiles(const Attributes& a, const Step& s, const WorkItem& item, float* base, float* partial) {
   const Rows rows = rows_of(a, s, item);
+  if constexpr (T == kInt8) {
+    if (rows.count <= kFewRows) return attend_item<T>(a, s, item, base, partial);
+  }
   TileScratch scratch;
   tile_scratch_views<T>(a, rows.count, reinterpret_cast<uint8_t*>(base), &scratch);
   for (int r = 0; r < rows.count; ++r) {
@@ -211,8 +329,8 @@ void attend_with_tiles(const Attributes& a, const Step& s, const WorkItem& item,
     RightOperands right;
     make_keys<T>(tile, a.head_dim, scratch.k_panel, &right);
     make_values<T>(tile, a.head_dim, scratch.v_panel, &right);
-    if constexpr (T == kInt8) gather_scales(tile, scratch.scales);
-    for (int r = 0; r < rows.count; r += kStrip) attend_strip<T>(a, rows, r, start, right, scratch, partial);
+    if constexpr (T == kInt8) gather_scales(tile, 1.0f, scratch.scales);
+    attend_strips<T>({a, rows, scratch, right, start}, partial);
     if (partial != nullptr) partial += rows.count * (a.head_dim + 2);
   }
   if (partial == nullptr) write_rows(a, s, item, rows, scratch.total, scratch.sum);

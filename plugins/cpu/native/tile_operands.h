@@ -6,14 +6,13 @@
 // blocks too small for a step.
 #pragma once
 
+#include "softmax16.h"
 #include "tiles.h"
-#include "values.h"
 
 namespace castline::CASTLINE_ISA {
 namespace {
 
-constexpr int kGroup = 16;  // keys of one right operand of K, dimensions of one of V
-constexpr int kStrip = 16;  // rows of one left operand
+constexpr int kStrip = 16;  // rows of one left operand; a right one has kGroup keys of K or dimensions of V
 
 template <KvDtype T>
 constexpr int kWordElements = T == kInt8 ? 4 : 2;  // elements of a word of an operand
@@ -159,35 +158,30 @@ CASTLINE_INLINE void store_bf16(const Vec x[2], uint8_t* out, ptrdiff_t apart) {
   }
 }
 
-// Packs q * scale as row *row* of its strip. Returns what a score of the row is to be multiplied by: int8 queries are
-// integers of 16 bits, q = result * (256 * high + low) with high and low signed bytes.
+// Packs q * scale as row *row* of its strip. Returns what a score of the row is to be multiplied by.
 template <KvDtype T>
 float pack_query(const float* q, int head_dim, float scale, int row, uint8_t* strip) {
   uint8_t* out = strip + row * kTileBytes;
-  Vec x[kMaxHeadDim / kLanes];
-  Vec largest = broadcast(0.0f);
-  const int vectors = round_up(head_dim, kStep<T>) / kLanes;
-  for (int v = 0; v < vectors; ++v) {
-    x[v] = mul(_mm512_maskz_loadu_ps(lanes_below(head_dim - v * kLanes), q + v * kLanes), broadcast(scale));
-    largest = max(largest, _mm512_abs_ps(x[v]));
-  }
-  if constexpr (T != kInt8) {
-    for (int v = 0; v < vectors; v += 2) {
-      store_bf16<T>(x + v, out + v / 2 * kPlanes<T> * kPlaneBytes, kPlaneBytes);
+  const int padded = round_up(head_dim, kStep<T>);
+  if constexpr (T == kInt8) {
+    int8_t high[kMaxHeadDim], low[kMaxHeadDim];
+    int32_t sum;
+    const float multiplier = query_planes(q, head_dim, padded, scale, high, low, &sum);
+    for (int d = 0; d < padded; d += kTileBytes, out += 2 * kPlaneBytes) {
+      memcpy(out, high + d, kTileBytes);
+      memcpy(out + kPlaneBytes, low + d, kTileBytes);
     }
-    return 1.0f;
+    return multiplier;
   }
-  constexpr float kQueryMax = 127 * 256 + 127;
-  const float magnitude = reduce_max(largest);
-  const Vec inverse = broadcast(magnitude > 0.0f ? kQueryMax / magnitude : 0.0f);
-  for (int v = 0; v < vectors; ++v) {
-    const Int whole = _mm512_cvtps_epi32(mul(x[v], inverse));
-    const Int high = shift_right<8>(_mm512_add_epi32(whole, _mm512_set1_epi32(128)));
-    uint8_t* to = out + v / 4 * 2 * kPlaneBytes + v % 4 * 16;
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(high));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + kPlaneBytes), _mm512_cvtepi32_epi8(whole));
+  for (int d = 0; d < padded; d += 2 * kLanes, out += kPlanes<T> * kPlaneBytes) {
+    Vec x[2];
+    for (int i = 0; i < 2; ++i) {
+      const int at = d + i * kLanes;
+      x[i] = mul(_mm512_maskz_loadu_ps(lanes_below(head_dim - at), q + at), broadcast(scale));
+    }
+    store_bf16<T>(x, out, kPlaneBytes);
   }
-  return magnitude > 0.0f ? magnitude / kQueryMax : 1.0f;  // of a zero row any will do but 0: 0 * -infinity is NaN
+  return 1.0f;
 }
 
 }  // namespace

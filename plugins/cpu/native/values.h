@@ -23,8 +23,10 @@ struct Accumulator {
   Vec sum[Rows][Vectors];
 
   CASTLINE_INLINE void multiply_add(const Vec (*values)[side_by_side(T)], int i, const float* weight) {
+    #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       const Vec w = broadcast(weight[r * kKeyTile]);
+      #pragma GCC unroll 8
       for (int v = 0; v < Vectors; ++v) sum[r][v] = fma(values[v][i], w, sum[r][v]);
     }
   }
@@ -36,7 +38,9 @@ struct Accumulator {
     values += first / kBeside * head_dim * kLoadBytes<T>;
     for (int key = first / kBeside * kBeside; key < last; key += kBeside, values += head_dim * kLoadBytes<T>) {
       Vec x[Vectors][kBeside];
+      #pragma GCC unroll 8
       for (int v = 0; v < Vectors; ++v) load_beside<T>(values + v * kLanes * kLoadBytes<T>, x[v]);
+      #pragma GCC unroll 8
       for (int i = 0; i < kBeside; ++i) {
         if (key + i >= first && key + i < last) multiply_add(x, i, weight + key + i);
       }
@@ -48,7 +52,9 @@ struct Accumulator {
 template <KvDtype T, int Rows, int Vectors>
 void value_tile(const TileBlocks& tile, int head_dim, int dim, const float* weights, float* out) {
   Accumulator<T, Rows, Vectors> accumulator;
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
+    #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) accumulator.sum[r][v] = load(out + r * head_dim + dim + v * kLanes);
   }
   const int n = tile.block_size, offset = dim * kLoadBytes<T>;
@@ -57,7 +63,9 @@ void value_tile(const TileBlocks& tile, int head_dim, int dim, const float* weig
     const int last = tile.last_key < (b + 1) * n ? tile.last_key - b * n : n;
     accumulator.add_block(tile.block[b].v + offset, head_dim, first, last, weights + b * n);
   }
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
+    #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) store(out + r * head_dim + dim + v * kLanes, accumulator.sum[r][v]);
   }
 }
@@ -68,8 +76,10 @@ template <KvDtype T, int Rows>
 void value_tail(const TileBlocks& tile, int head_dim, const float* weights, float* out) {
   const int dim = head_dim - kLanes, common = kLanes - head_dim % kLanes;
   float kept[Rows * kLanes];
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) memcpy(kept + r * kLanes, out + r * head_dim + dim, sizeof(float) * common);
   value_tile<T, Rows, 1>(tile, head_dim, dim, weights, out);
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) memcpy(out + r * head_dim + dim, kept + r * kLanes, sizeof(float) * common);
 }
 
