@@ -52,16 +52,16 @@ float block_maxima(const float* row, int vocab, float* maxima) {
 }
 
 double block_weights(const float* row, int vocab, float peak, float inverse_temperature, double* weights) {
-  const Vec minus_peak = broadcast(-peak), scale = broadcast(inverse_temperature);
+  const Vec minus_peak = broadcast(-peak), scale = broadcast(inverse_temperature * kLog2E);
   double total = 0;
   for (int first = 0, block = 0; first < vocab; first += kTokenBlock, ++block) {
     Vec sum = broadcast(0.0f);
     const int last = first + kTokenBlock < vocab ? first + kTokenBlock : vocab;
     int i = first;
     for (; i + kLanes <= last; i += kLanes) {
-      sum = add(sum, exp_nonpositive(mul(add(load(row + i), minus_peak), scale)));
+      sum = add(sum, exp2(mul(add(load(row + i), minus_peak), scale)));
     }
-    if (i < last) sum = add(sum, exp_nonpositive(mul(add(load_part(row + i, last - i), minus_peak), scale)));
+    if (i < last) sum = add(sum, exp2(mul(add(load_part(row + i, last - i), minus_peak), scale)));
     weights[block] = reduce_add(sum);
     total += weights[block];
   }
