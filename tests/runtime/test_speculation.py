@@ -150,13 +150,19 @@ def test_guesses_of_a_step_are_bounded(make_text):
     assert all(map(any, zip(*plans, strict=True))), "and all get their turn"
 
 
-def test_guesses_take_free_blocks_only(make_text):
-    """Nothing is preempted for a guess; where no block is free it ends with the block it has."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_guesses_take_free_blocks_only(make_text, shared):
+    """Nothing is preempted for a guess; where no block is free it ends with the block it has.
+
+    So too where a fork of the same step shares that block: the token before the guess has its place in it already.
+    """
     text = make_text([[*LOOP, 1, 2]], FREE, num_blocks=6, block_size=4)
+    if shared:
+        text.kv.pool.share(text.sequences[0].block_ids[-1])
     assert text.kv.pool.num_free == 0
     (part,) = text.plan()
     assert part.token_ids == (2, 3, 4)
-    assert text.kv.pool.num_free == 0
+    assert text.kv.block_copies == ()
 
 
 def test_a_random_text_is_rarely_guessed(make_text):
