@@ -31,8 +31,9 @@ from castline.plugins.linear_packing import PackedWeight, pack, pack_gated
 from castline.plugins.linear_reference import LinearInputs, embedding, linear
 from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
 
-TOLERANCE: Final = 1e-3
-"""Of outputs whose size is about 1."""
+ATTENTION_TOLERANCE: Final = 1e-2
+"""Of outputs whose size is about 1: a wrong kernel is off by as much, queries rounded to bf16 (fp8 pools) by less."""
+LINEAR_TOLERANCE: Final = 1e-3
 WIDE_TOLERANCE: Final = 3e-2
 """Of wide linear kernels, which may round weights to bf16."""
 
@@ -68,7 +69,7 @@ def _test_attention(name: str, code: int) -> None:
     expected = paged_attention(attributes, inputs, ReferencePool.zeros(attributes, _BLOCKS))
     feeds = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
     feeds[kv_pool_name(0)] = np.zeros((_BLOCKS, block_bytes(attributes)), np.uint8)
-    _compare(f"{name} blocks", serialise_node_model(attributes), feeds, expected, TOLERANCE)
+    _compare(f"{name} blocks", serialise_node_model(attributes), feeds, expected, ATTENTION_TOLERANCE)
 
 
 def _test_linear(fmt: LinearFormat, group: int) -> None:
@@ -97,7 +98,7 @@ def _test_linear(fmt: LinearFormat, group: int) -> None:
         what = f"{fmt.name} weights in groups of {group} ({'wide' if wide else 'narrow'})"
         model = serialise_linear_model(attributes, bias=True, residual=True)
         expected = linear(attributes, inputs, packed, wide=wide)
-        tolerance = WIDE_TOLERANCE if wide else TOLERANCE
+        tolerance = WIDE_TOLERANCE if wide else LINEAR_TOLERANCE
         _compare(what, model, linear_feeds(inputs, packed), expected, tolerance)
 
 

@@ -41,7 +41,7 @@ OrtStatus* append_all(const OrtApi* api, const Kernel& k, const OrtKernelContext
 OrtStatus* attend_all(const OrtApi* api, const Kernel& k, const OrtKernelContext* context, const Step& s) {
   const Attributes& a = k.attributes;
   Partition& p = partition_memory;
-  make_partition(a, s, max_workers(), &p);
+  make_partition(a, s, k.kernels->item_rows, max_workers(), &p);
 
   const size_t units = p.units.size();
   float* const partials = units ? partial_buffer.get<float>(p.partial_floats) : nullptr;
@@ -49,7 +49,7 @@ OrtStatus* attend_all(const OrtApi* api, const Kernel& k, const OrtKernelContext
   for (size_t u = 0; u < units; ++u) pending[u].store(p.pending[u], std::memory_order_relaxed);
   if (units && partials == nullptr) throw std::bad_alloc();
 
-  const size_t scratch_size = scratch_floats(a, p.max_rows);
+  const size_t scratch_size = k.kernels->scratch_floats(a, p.max_rows);
   const int group = a.num_heads / a.num_kv_heads;
   std::atomic<bool> out_of_memory{false};
   OrtStatus* status = for_each(api, context, p.items.size(), p.cost, [&](size_t i) {

@@ -59,6 +59,11 @@ struct Scratch {
   float* q_extra;  // [rows][2]
 };
 
+size_t scratch_floats(const Attributes& a, int rows) {
+  return static_cast<size_t>(rows) * (3 * a.head_dim + kKeyTile + 6) + static_cast<size_t>(a.block_size) * a.head_dim +
+         2 * kKeyTile;
+}
+
 Scratch scratch_views(const Attributes& a, int rows, float* base) {
   const ptrdiff_t matrix = static_cast<ptrdiff_t>(rows) * a.head_dim;
   Scratch s;
@@ -111,7 +116,7 @@ void score_keys(const Attributes& a, int rows, const Scratch& s, const uint8_t* 
 #endif
   const Queries queries = {s.q, rows, a.head_dim};
   if (!decodes<T>(rows)) return score_block<T>(queries, tile, a.block_size, scores);
-  decode_keys<T>(tile, a.head_dim, a.block_size, s.decoded);
+  decode_block<T>(tile, a.head_dim, a.block_size, s.decoded);
   score_block<kFp32>(queries, reinterpret_cast<const uint8_t*>(s.decoded), a.block_size, scores);
 }
 
@@ -126,14 +131,14 @@ void sum_values(const TileBlocks& tile, int rows, int dim, const Scratch& s) {
 
 // --- one tile -------------------------------------------------------------------------------------------------------
 
-// The physical blocks of the key tile that begins at position tile_start, for keys first .. last of the tile.
-TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item, int tile_start, int first, int last) {
+// The physical blocks of the key tile that begins at position tile_start, and the keys of it that any row may see.
+TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item, const Rows& rows, int tile_start) {
   TileBlocks tile;
   tile.block_size = a.block_size;
-  tile.first_key = first;
-  tile.last_key = last;
+  tile.first_key = rows.first_key > tile_start ? rows.first_key - tile_start : 0;
+  tile.last_key = rows.last_key < tile_start + kKeyTile ? rows.last_key - tile_start : kKeyTile;
   const int32_t* table = s.block_table + item.sequence * s.table_width + tile_start / a.block_size;
-  for (int b = first / a.block_size; b * a.block_size < last; ++b) {
+  for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
     tile.block[b] = head_block(a, s.pool, table[b], item.kv_head);
   }
   return tile;
@@ -143,22 +148,24 @@ TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item,
 void gather_scales(const Attributes& a, const TileBlocks& tile, const Scratch& s) {
   const int n = a.block_size;
   for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
-    for (int i = 0; i < n; ++i) s.k_scale[b * n + i] = tile.block[b].k_scale[i] * a.scale;
+    for (int i = 0; i < n; ++i) s.k_scale[b * n + i] = tile.block[b].k_scale[i] * a.scale * kLog2E;
     memcpy(s.v_scale + b * n, tile.block[b].v_scale, sizeof(float) * n);
   }
 }
 
 // Softmax of one row over the tile's keys [low, high), not divided by its sum: scores become weights (times V's scale).
+// Scores are in units of log(2), so that a weight is a power of two.
 template <KvDtype T>
 void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high, const Scratch& s, int row) {
   float* scores = s.scores + row * kKeyTile;
   const int begin = tile.first_key / tile.block_size * tile.block_size;
   const int end = (tile.last_key + kLanes - 1) / kLanes * kLanes;
-  const Vec scale = broadcast(T == kFp8 ? a.scale * kFp8Scale : a.scale);
+  const Vec scale = broadcast(a.scale * kLog2E * (T == kFp8 ? kFp8Scale : 1.0f));
+  const float cap = a.softcap * kLog2E;
   Vec largest = broadcast(kMasked);
   for (int i = begin; i < end; i += kLanes) {
     Vec x = mul(load(scores + i), T == kInt8 ? load(s.k_scale + i) : scale);
-    if (a.softcap > 0.0f) x = mul(tanh(div(x, broadcast(a.softcap))), broadcast(a.softcap));
+    if (a.softcap > 0.0f) x = mul(tanh(mul(x, broadcast(1.0f / cap))), broadcast(cap));
     x = keep_range(x, low - i, high - i, broadcast(kMasked));
     store(scores + i, x);
     largest = max(largest, x);
@@ -167,7 +174,7 @@ void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high,
   const Vec shift = broadcast(row_max == kMasked ? 0.0f : -row_max);
   Vec total = broadcast(0.0f);
   for (int i = begin; i < end; i += kLanes) {
-    Vec weight = exp_nonpositive(add(load(scores + i), shift));
+    Vec weight = exp2(add(load(scores + i), shift));
     total = add(total, weight);
     if (T == kInt8) weight = mul(weight, load(s.v_scale + i));
     if (T == kFp8) weight = mul(weight, broadcast(kFp8Scale));
@@ -198,24 +205,32 @@ void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, 
 void merge_row(int dim, float tile_max, float tile_total, const float* tile_sum, float* max, float* total, float* sum) {
   if (tile_max == kMasked) return;
   const float new_max = tile_max > *max ? tile_max : *max;
-  const float keep = *max == kMasked ? 0.0f : expf(*max - new_max);
-  const float take = expf(tile_max - new_max);
+  const float keep = exp2f(*max - new_max);
+  const float take = exp2f(tile_max - new_max);
   *max = new_max;
   *total = *total * keep + tile_total * take;
   for (int d = 0; d < dim; ++d) sum[d] = sum[d] * keep + tile_sum[d] * take;
 }
 
-void clear_rows(const Attributes& a, const Rows& rows, const Scratch& scratch) {
-  for (int r = 0; r < rows.count; ++r) scratch.max[r] = kMasked;
-  memset(scratch.total, 0, sizeof(float) * rows.count);
-  memset(scratch.sum, 0, sizeof(float) * rows.count * a.head_dim);
+// A tile's softmax as an item of a split unit leaves it for merge.
+void write_partial(int dim, float tile_max, float tile_total, const float* tile_sum, float* partial) {
+  memcpy(partial, tile_sum, sizeof(float) * dim);
+  partial[dim] = tile_max;
+  partial[dim + 1] = tile_total;
 }
 
-void write_rows(const Attributes& a, const Step& s, const WorkItem& item, const Rows& rows, const Scratch& scratch) {
-  for (int r = 0; r < rows.count; ++r) {
+void clear_rows(const Attributes& a, const Rows& rows, float* max, float* total, float* sum) {
+  for (int r = 0; r < rows.count; ++r) max[r] = kMasked;
+  memset(total, 0, sizeof(float) * rows.count);
+  memset(sum, 0, sizeof(float) * rows.count * a.head_dim);
+}
+
+void write_rows(const Attributes& a, const Step& s, const WorkItem& item, const Rows& rows, const float* total,
+                const float* sum) {
+  for (int r = 0; r < rows.count; ++r, sum += a.head_dim) {
     float* out = output_row(a, s, item, rows, r);
-    const float inverse = 1.0f / scratch.total[r];
-    for (int d = 0; d < a.head_dim; ++d) out[d] = scratch.sum[r * a.head_dim + d] * inverse;
+    const float inverse = 1.0f / total[r];
+    for (int d = 0; d < a.head_dim; ++d) out[d] = sum[d] * inverse;
   }
 }
 
@@ -226,12 +241,10 @@ void attend_item(const Attributes& a, const Step& s, const WorkItem& item, float
   for (int r = 0; r < rows.count; ++r) {
     pack_row<T>(a, rows.count, scratch, r, output_row(a, s, item, rows, r));
   }
-  if (partial == nullptr) clear_rows(a, rows, scratch);
+  if (partial == nullptr) clear_rows(a, rows, scratch.max, scratch.total, scratch.sum);
   for (int t = item.first_tile; t < item.last_tile; ++t) {
     const int start = t * kKeyTile;
-    const int first = rows.first_key > start ? rows.first_key - start : 0;
-    const int last = rows.last_key < start + kKeyTile ? rows.last_key - start : kKeyTile;
-    const TileBlocks tile = tile_blocks(a, s, item, start, first, last);
+    const TileBlocks tile = tile_blocks(a, s, item, rows, start);
     attend_tile<T>(a, tile, rows, start, scratch);
     for (int r = 0; r < rows.count; ++r) {
       const float* sum = scratch.tile_sum + r * a.head_dim;
@@ -239,17 +252,15 @@ void attend_item(const Attributes& a, const Step& s, const WorkItem& item, float
         merge_row(a.head_dim, scratch.tile_max[r], scratch.tile_total[r], sum, scratch.max + r, scratch.total + r,
                   scratch.sum + r * a.head_dim);
       } else {
-        memcpy(partial, sum, sizeof(float) * a.head_dim);
-        partial[a.head_dim] = scratch.tile_max[r];
-        partial[a.head_dim + 1] = scratch.tile_total[r];
+        write_partial(a.head_dim, scratch.tile_max[r], scratch.tile_total[r], sum, partial);
         partial += a.head_dim + 2;
       }
     }
   }
-  if (partial == nullptr) write_rows(a, s, item, rows, scratch);
+  if (partial == nullptr) write_rows(a, s, item, rows, scratch.total, scratch.sum);
 }
 
-void attend(const Attributes& a, const Step& s, const WorkItem& item, float* scratch, float* partial) {
+[[maybe_unused]] void attend(const Attributes& a, const Step& s, const WorkItem& item, float* scratch, float* partial) {
   switch (a.kv_dtype) {
     case kFp32: return attend_item<kFp32>(a, s, item, scratch, partial);
     case kBf16: return attend_item<kBf16>(a, s, item, scratch, partial);
@@ -261,14 +272,14 @@ void attend(const Attributes& a, const Step& s, const WorkItem& item, float* scr
 void merge(const Attributes& a, const Step& s, const WorkItem& item, float* base, const float* partial) {
   const Rows rows = rows_of(a, s, item);
   const Scratch scratch = scratch_views(a, rows.count, base);
-  clear_rows(a, rows, scratch);
+  clear_rows(a, rows, scratch.max, scratch.total, scratch.sum);
   for (int t = item.first_tile; t < item.last_tile; ++t) {
     for (int r = 0; r < rows.count; ++r, partial += a.head_dim + 2) {
       merge_row(a.head_dim, partial[a.head_dim], partial[a.head_dim + 1], partial, scratch.max + r, scratch.total + r,
                 scratch.sum + r * a.head_dim);
     }
   }
-  write_rows(a, s, item, rows, scratch);
+  write_rows(a, s, item, rows, scratch.total, scratch.sum);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace {
 
 // 1 / (1 + exp(-x)), from exp(-|x|), which cannot overflow.
 CASTLINE_INLINE Vec sigmoid(Vec x) {
-  const Vec e = exp_nonpositive(sub(broadcast(0.0f), max(x, sub(broadcast(0.0f), x))));
+  const Vec e = exp2(mul(max(x, sub(broadcast(0.0f), x)), broadcast(-kLog2E)));
   return div(keep_above(broadcast(1.0f), x, 0.0f, e), add(broadcast(1.0f), e));
 }
 
@@ -23,7 +23,7 @@ CASTLINE_INLINE Vec erfc_magnitude(Vec x) {
   p = fma(p, t, broadcast(1.421413741f));
   p = fma(p, t, broadcast(-0.284496736f));
   p = fma(p, t, broadcast(0.254829592f));
-  return mul(mul(p, t), exp_nonpositive(sub(broadcast(0.0f), mul(z, z))));
+  return mul(mul(p, t), exp2(mul(mul(z, z), broadcast(-kLog2E))));
 }
 
 CASTLINE_INLINE Vec gelu(Vec x) {

@@ -66,7 +66,8 @@ void prepare(const LinearAttributes& a, const LinearStep& s, int64_t first, int6
 // Fetching some memory while tiles are multiplied: a few lines with every group.
 struct Fetch {
   // Spread over *calls* tiles of *groups* groups.
-  Fetch(const void* from, size_t bytes, int64_t calls, int groups) : at(static_cast<const char*>(from)), groups(groups) {
+  Fetch(const void* from, size_t bytes, int64_t calls, int groups)
+      : at(static_cast<const char*>(from)), groups(groups) {
     const int64_t lines_wanted = static_cast<int64_t>(bytes + 63) / 64, slots = calls * groups;
     end = at + bytes;
     lines = static_cast<int>((lines_wanted + slots - 1) / slots);
@@ -89,18 +90,13 @@ struct Panel {
   size_t weight_stride, scales_stride;  // from strip to strip
   int groups;
   int scale_shift;  // activation groups a scale: 2^scale_shift; used where scales are grouped
-  bool near;        // fetch into the first-level cache, which has room
   Fetch weight_ahead, scales_ahead;
 };
 
-CASTLINE_INLINE const char* fetch(const char* from, int lines, bool near) {
-  for (int i = 0; i < lines; ++i, from += 64) {
-    if (near) {
-      __builtin_prefetch(from, 0, 3);
-    } else {
-      __builtin_prefetch(from, 0, 2);
-    }
-  }
+// Into the second-level cache: faster than into the first where weights come from memory, whose latency a few lines in
+// flight between the two do not hide.
+CASTLINE_INLINE const char* fetch(const char* from, int lines) {
+  for (int i = 0; i < lines; ++i, from += 64) __builtin_prefetch(from, 0, 2);
   return from;
 }
 
@@ -167,8 +163,8 @@ __attribute__((noinline)) void multiply_tile(const Panel& panel, const RowGroup*
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) sum[r][v] = start<F>(rows[r].offset);
     }
-    weight_ahead = fetch(weight_ahead, panel.weight_ahead.lines, panel.near);
-    scales_ahead = fetch(scales_ahead, panel.scales_ahead.lines, panel.near);
+    weight_ahead = fetch(weight_ahead, panel.weight_ahead.lines);
+    scales_ahead = fetch(scales_ahead, panel.scales_ahead.lines);
     add_group<F>(weight, panel.weight_stride, rows, sum);
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) {
@@ -220,8 +216,6 @@ void multiply_strips(int strips, int rows, Panel& panel, const RowGroup* prepare
   }
 }
 
-constexpr size_t kNearBytes = 16384;  // strips in use, strips to come and rows share the first-level cache
-
 template <LinearFormat F, bool PerColumn>
 void compute_format(const LinearAttributes& a, const LinearStep& s, int first, int last, const uint8_t* prepared) {
   const RowTiles tiles(s.rows);
@@ -235,7 +229,6 @@ void compute_format(const LinearAttributes& a, const LinearStep& s, int first, i
     const int after = end - strip - count < count ? end - strip - count : count;  // strips to fetch
     const int64_t calls = tiles.count * (count == kTileStrips ? 1 : count);
     Panel panel = {weight, scales, strip_bytes(a), strip_scales(a), groups, a.group == 2 * kActivationGroup,
-                   count * strip_bytes(a) <= kNearBytes,
                    Fetch(weight + count * strip_bytes(a), after * strip_bytes(a), calls, groups),
                    Fetch(scales + count * strip_scales(a), 2 * after * strip_scales(a), calls, groups)};
     for (int64_t tile = 0; tile < tiles.count; ++tile) {

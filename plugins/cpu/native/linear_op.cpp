@@ -18,8 +18,10 @@ struct LinearNode {
   LinearChoice kernels;
 };
 
-// Rows from which matrix units beat the narrow kernels where the node does not say.
-constexpr int kWideRows = 12;
+// Rows from which matrix units beat the narrow kernels, where the node does not say. They take weights with a scale a
+// column as they are; others are unpacked first.
+constexpr int kWideRows = 9;
+constexpr int kWideRowsPerColumn = 3;
 // Prepared rows that are multiplied together stay in the second-level cache beside the strips in use.
 constexpr size_t kBlockBytes = 1 << 20;
 constexpr int64_t kRowStep = 64;
@@ -43,7 +45,8 @@ std::string describe(const LinearAttributes& a, const std::string& problem) {
 }
 
 const LinearKernels& kernels_for(const LinearNode& node, int64_t rows) {
-  const int wide_rows = node.attributes.wide_rows == 0 ? kWideRows : node.attributes.wide_rows;
+  const LinearAttributes& a = node.attributes;
+  const int wide_rows = a.wide_rows != 0 ? a.wide_rows : a.group == 0 ? kWideRowsPerColumn : kWideRows;
   const bool wide = node.kernels.wide != nullptr && wide_rows > 0 && rows >= wide_rows;
   return wide ? *node.kernels.wide : *node.kernels.narrow;
 }

@@ -51,17 +51,18 @@ CASTLINE_INLINE Int shift_right(Int v) {
 CASTLINE_INLINE Int high_half(Int v) { return _mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))); }
 CASTLINE_INLINE Vec as_float(Int v) { return _mm256_castsi256_ps(v); }
 CASTLINE_INLINE Vec to_float(Int v) { return _mm256_cvtepi32_ps(v); }
-CASTLINE_INLINE Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-CASTLINE_INLINE Vec exp2_int(Vec n) {
-  return as_float(shift_left<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127))));
-}
-CASTLINE_INLINE Vec load_int8(const uint8_t* p) {
-  return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+CASTLINE_INLINE Vec fraction(Vec v) { return _mm256_sub_ps(v, _mm256_floor_ps(v)); }
+CASTLINE_INLINE Vec scale_exp2(Vec p, Vec x) {
+  const Int exponent = _mm256_cvtps_epi32(_mm256_floor_ps(max(x, broadcast(kLeastExponent))));
+  const Vec scaled = mul(p, as_float(shift_left<23>(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)))));
+  return keep_above(scaled, x, kLeastExponent, broadcast(0.0f));
 }
 // The bits of e4m3, moved to fp16's place, are the value divided by 256 (subnormals too).
-CASTLINE_INLINE Vec load_fp8(const uint8_t* p) {
-  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<short>(0xbf80))));
+CASTLINE_INLINE void load_fp8_pair(const uint8_t* p, Vec& even, Vec& odd) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i mask = _mm_set1_epi16(static_cast<short>(0xbf80));
+  even = _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(_mm_slli_epi16(bytes, 8), 1), mask));
+  odd = _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(bytes, 1), mask));
 }
 
 CASTLINE_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }

@@ -43,15 +43,16 @@ CASTLINE_INLINE Int shift_right(Int v) {
 CASTLINE_INLINE Int high_half(Int v) { return _mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))); }
 CASTLINE_INLINE Vec as_float(Int v) { return _mm512_castsi512_ps(v); }
 CASTLINE_INLINE Vec to_float(Int v) { return _mm512_cvtepi32_ps(v); }
-CASTLINE_INLINE Vec round(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-CASTLINE_INLINE Vec exp2_int(Vec n) { return _mm512_scalef_ps(broadcast(1.0f), n); }
-CASTLINE_INLINE Vec load_int8(const uint8_t* p) {
-  return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+CASTLINE_INLINE Vec fraction(Vec v) { return _mm512_reduce_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+CASTLINE_INLINE Vec scale_exp2(Vec p, Vec x) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(kLeastExponent), _CMP_GT_OQ), p, x);
 }
 // The bits of e4m3, moved to fp16's place, are the value divided by 256 (subnormals too).
-CASTLINE_INLINE Vec load_fp8(const uint8_t* p) {
-  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbf80))));
+CASTLINE_INLINE void load_fp8_pair(const uint8_t* p, Vec& even, Vec& odd) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i mask = _mm256_set1_epi16(static_cast<short>(0xbf80));
+  even = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 1), mask));
+  odd = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(bytes, 1), mask));
 }
 
 CASTLINE_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }

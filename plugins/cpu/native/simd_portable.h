@@ -58,11 +58,15 @@ CASTLINE_INLINE Int shift_right(Int v) {
 CASTLINE_INLINE Int high_half(Int v) { return v & static_cast<int32_t>(0xffff0000); }
 CASTLINE_INLINE Vec as_float(Int v) { return reinterpret_cast<Vec>(v); }
 CASTLINE_INLINE Vec to_float(Int v) { return __builtin_convertvector(v, Vec); }
-CASTLINE_INLINE Vec round(Vec v) { return (v + broadcast(12582912.0f)) - broadcast(12582912.0f); }
-CASTLINE_INLINE Vec exp2_int(Vec n) { return as_float(shift_left<23>(__builtin_convertvector(n, Int) + 127)); }
-CASTLINE_INLINE Vec load_int8(const uint8_t* p) {
-  const auto at = [p](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); };
-  return Vec{at(0), at(1), at(2), at(3)};
+// Of v above -2^22; below, what scale_exp2 makes of it is 0 all the same.
+CASTLINE_INLINE Vec floor(Vec v) {
+  const Vec nearest = (v + broadcast(12582912.0f)) - broadcast(12582912.0f);
+  return nearest > v ? nearest - broadcast(1.0f) : nearest;
+}
+CASTLINE_INLINE Vec fraction(Vec v) { return v - floor(v); }
+CASTLINE_INLINE Vec scale_exp2(Vec p, Vec x) {
+  const Int exponent = __builtin_convertvector(floor(max(x, broadcast(kLeastExponent))), Int);
+  return keep_above(p * as_float(shift_left<23>(exponent + 127)), x, kLeastExponent, broadcast(0.0f));
 }
 
 struct Fp8Table {
@@ -79,8 +83,10 @@ struct Fp8Table {
 };
 constexpr Fp8Table kFp8Table;
 
-CASTLINE_INLINE Vec load_fp8(const uint8_t* p) {
-  return Vec{kFp8Table.value[p[0]], kFp8Table.value[p[1]], kFp8Table.value[p[2]], kFp8Table.value[p[3]]};
+CASTLINE_INLINE void load_fp8_pair(const uint8_t* p, Vec& even, Vec& odd) {
+  const float* table = kFp8Table.value;
+  even = Vec{table[p[0]], table[p[2]], table[p[4]], table[p[6]]};
+  odd = Vec{table[p[1]], table[p[3]], table[p[5]], table[p[7]]};
 }
 
 CASTLINE_INLINE Vec sub(Vec a, Vec b) { return a - b; }

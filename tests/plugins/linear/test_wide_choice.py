@@ -1,4 +1,4 @@
-"""When the wide kernels are used, where the host has them; and that they keep to the contract as the operator uses them."""
+"""When the wide kernels are used, where the host has them; and that they keep to the contract as the operator does."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from castline.plugins.cpu.library import available_isas, has_wide_kernels
+from castline.plugins.linear import LinearFormat
 from castline.plugins.linear_reference import linear
 
 pytestmark = pytest.mark.skipif("amx" not in available_isas(), reason="the host has no matrix units")
@@ -21,14 +22,16 @@ def test_isas_with_wide_kernels(tools) -> None:
             assert has_wide_kernels() == (isa == "amx")
 
 
-@pytest.mark.parametrize(("wide_rows", "first_wide"), [(-1, None), (1, 1), (5, 5), (0, 12)])
-def test_rows_from_which_kernels_are_wide(tools, linear_tools, wide_rows, first_wide) -> None:
+@pytest.mark.parametrize(
+    ("wide_rows", "group", "first_wide"), [(-1, 32, None), (1, 32, 1), (5, 32, 5), (0, 32, 9), (0, 0, 3), (9, 0, 9)]
+)
+def test_rows_from_which_kernels_are_wide(tools, linear_tools, wide_rows, group, first_wide) -> None:
     """The tuner's choice must be what runs: on either side of it, and never where it says so."""
-    a = linear_tools.attributes(k=192, n=64)
+    a = linear_tools.attributes(k=192, n=64, format=int(LinearFormat.W8), group=group)
     packed = linear_tools.weight(a)
     narrow = linear_tools.Node(tools, a, packed, isa="avx512")
     node = linear_tools.Node(tools, replace(a, wide_rows=wide_rows), packed, isa="amx")
-    for rows in (1, 4, 5, 11, 12, 30):
+    for rows in (1, 2, 3, 4, 5, 8, 9, 30):
         inputs = linear_tools.inputs(a, rows)
         is_narrow = np.array_equal(node(inputs), narrow(inputs))
         assert is_narrow == (first_wide is None or rows < first_wide), rows
