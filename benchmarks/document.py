@@ -18,6 +18,7 @@ from benchmarks.comparison import (
     of_equal_quality,
 )
 from benchmarks.machine import QUIET_SHARE
+from benchmarks.model import QUESTION
 from benchmarks.results import Results, SystemReport
 from benchmarks.systems.catalogue import CASTLINE, SPECULATIVE
 from benchmarks.workloads import CELLS
@@ -187,7 +188,7 @@ def _qualities(results: Results) -> str:
                 f"“{report.answer}”" if report.sane else f"**wrong:** “{report.answer}”",
             ]
         )
-    head = ["", "mean KL, nats", "top-1", "perplexity", "how", "What is the capital of France?"]
+    head = ["", "mean KL, nats", "top-1", "perplexity", "how", QUESTION]
     return table(head, rows)
 
 

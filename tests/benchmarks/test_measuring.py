@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks.bandwidth import Bandwidth, Roofline
+from benchmarks.bandwidth import Bandwidth, Roofline, load_reader
 from benchmarks.machine import CpuTimes, Machine
 from benchmarks.processes import Group
 from benchmarks.quality import compare
@@ -103,6 +103,13 @@ def external(name: str, offset: int) -> onnx.TensorProto:
     for key, value in {"location": "weights.bin", "offset": str(offset), "length": "128"}.items():
         tensor.external_data.add(key=key, value=value)
     return tensor
+
+
+def test_bandwidth_reads_every_byte(tmp_path: Path) -> None:
+    """A loop that skipped a part would measure a bandwidth that the machine does not have."""
+    words = np.random.default_rng(0).integers(0, 2**40, 4096, np.uint64)
+    total = load_reader(tmp_path).read_all(words.ctypes.data, words.size)
+    assert total == int(words.sum())
 
 
 def test_roofline_share() -> None:
