@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drivers.protocol import CHUNK_SIZES
 from benchmarks.environments import Environment, run
 from benchmarks.quality import Quality
 from benchmarks.sessions import DriverSession
 from benchmarks.settings import num_threads
-from benchmarks.systems.base import System, driver_command, thread_environment
+from benchmarks.systems.base import PIECES, System, driver_command, thread_environment
 
 RUNTIME = ("openvino-genai", "openvino-tokenizers")
 CONVERTER = ("optimum-intel", "nncf", "openvino", "openvino-tokenizers", "torch==2.13.0")
@@ -76,7 +75,7 @@ class OpenVino(System):
     def measure_quality(self) -> Quality:
         session = DriverSession.open(self._command(), log=self.log("logits"), environment=thread_environment())
         try:
-            how = f"the same IR and properties through openvino.Core, in pieces of {CHUNK_SIZES} tokens"
+            how = f"the same IR and properties through openvino.Core, {PIECES}"
             return self.quality_through_driver(session, how)
         finally:
             session.stop()
