@@ -19,7 +19,8 @@ SOURCE = Path(__file__).with_suffix(".c")
 SMALL_BYTES = 64 << 20
 LARGE_BYTES = 3 << 29
 """1.5 GiB."""
-PASSES = 12
+SMALL_PASSES = 100
+LARGE_PASSES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,13 @@ class Roofline:
 
 def measure(work: Path, threads: int) -> list[Bandwidth]:
     """With one thread and with all of them. Raises Unavailable without a C compiler."""
-    library = _library(work)
+    library = load_reader(work)
     counts = sorted({1, threads})
     return [_measure(library, count, size) for size in (SMALL_BYTES, LARGE_BYTES) for count in counts]
 
 
-def _library(work: Path) -> ctypes.CDLL:
+def load_reader(work: Path) -> ctypes.CDLL:
+    """Compiles and loads the loop that is timed. Raises Unavailable without a C compiler."""
     work.mkdir(parents=True, exist_ok=True)
     target = (work / "bandwidth.so").resolve()
     command = ["cc", "-O3", "-march=native", "-shared", "-fPIC", str(SOURCE), "-o", str(target)]
@@ -73,25 +75,22 @@ def _library(work: Path) -> ctypes.CDLL:
 
 def _measure(library: ctypes.CDLL, threads: int, size: int) -> Bandwidth:
     words = size // 8 // threads
-    parts = [np.ones(words, np.uint64) for _ in range(threads)]
-    best = float("inf")
-    passes = PASSES if size >= LARGE_BYTES else PASSES * 8
-    barrier = threading.Barrier(threads + 1)
+    passes = LARGE_PASSES if size >= LARGE_BYTES else SMALL_PASSES
+    barrier = threading.Barrier(threads)
+    spans: list[list[tuple[float, float]]] = [[] for _ in range(threads)]
 
-    def read(part: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> None:
+    def read(thread: int) -> None:
+        part = np.ones(words, np.uint64)
         for _ in range(passes):
             barrier.wait()
+            begun = time.perf_counter()
             library.read_all(part.ctypes.data, words)
-            barrier.wait()
+            spans[thread].append((begun, time.perf_counter()))
 
-    workers = [threading.Thread(target=read, args=(part,)) for part in parts]
+    workers = [threading.Thread(target=read, args=(thread,)) for thread in range(threads)]
     for worker in workers:
         worker.start()
-    for _ in range(passes):
-        barrier.wait()
-        begun = time.perf_counter()
-        barrier.wait()
-        best = min(best, time.perf_counter() - begun)
     for worker in workers:
         worker.join()
-    return Bandwidth(threads, size, words * 8 * threads / best / 1e9)
+    seconds = (max(end for _, end in one) - min(begin for begin, _ in one) for one in zip(*spans, strict=True))
+    return Bandwidth(threads, size, words * 8 * threads / min(seconds) / 1e9)

@@ -18,6 +18,7 @@ from benchmarks.comparison import (
     of_equal_quality,
 )
 from benchmarks.machine import QUIET_SHARE
+from benchmarks.model import QUESTION
 from benchmarks.results import Results, SystemReport
 from benchmarks.systems.catalogue import CASTLINE, SPECULATIVE
 from benchmarks.workloads import CELLS
@@ -68,6 +69,7 @@ fp32 on the 1,212 tokens of `builder/data/verify.txt`, and then runs the rounds.
   OpenVINO GenAI, onnxruntime-genai and transformers run in process, and so pay nothing for HTTP.
 - A cell of a peer that the first round showed to be more than 1.5 times behind the best peer (and the best of equal
   quality) is not repeated; the number of rounds stands behind such figures.
+- W8 counts anonymous memory, and once each the pages of mapped files (weights, libraries) that are resident.
 - A figure is the median over the rounds, with the lowest and the highest. TTFT is the median over requests.
 - Quality is equal where a peer's mean KL is at most 1.1 times castline's.
 """
@@ -94,12 +96,16 @@ def spread_text(spread: Spread | None, rounds: int) -> str:
     return f"{number(spread.median)} ({number(spread.low)}…{number(spread.high)}{short})"
 
 
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def _introduction(results: Results) -> str:
     left_out = [f"{report.label} ({report.unavailable})" for report in results.systems if report.unavailable]
     lines = [
-        f"Measured {results.created} by `python -m benchmarks`: {results.rounds} rounds, seed {results.seed}, "
-        f"{results.seconds / 60:.0f} minutes of measuring. Ratios are castline ÷ peer: above 1 is castline's where "
-        "more is better, below 1 where less is."
+        f"Measured {results.created} by `python -m benchmarks`, {_count(results.rounds, 'round')} in "
+        f"{results.seconds / 60:.0f} minutes, seed {results.seed}. Ratios are castline ÷ peer: above 1 is castline's "
+        "where more is better, below 1 where less is."
     ]
     if left_out:
         lines.append(f"Left out: {'; '.join(left_out)}.")
@@ -127,7 +133,7 @@ def _target_row(results: Results, target: Target) -> list[str] | None:
     if ours is None:
         return None
     peers = {name: spread for name, spread in spreads.items() if name not in OURS}
-    equal = of_equal_quality(peers, results.qualities, results.system(CASTLINE).quality)
+    equal = of_equal_quality(peers, results.qualities, results.qualities[CASTLINE])
     row = [f"{target.cell} {metric.label}, {metric.unit}", spread_text(ours, results.rounds)]
     judged = None
     for group in (peers, {name: peers[name] for name in equal}):
@@ -187,7 +193,7 @@ def _qualities(results: Results) -> str:
                 f"“{report.answer}”" if report.sane else f"**wrong:** “{report.answer}”",
             ]
         )
-    head = ["", "mean KL, nats", "top-1", "perplexity", "how", "What is the capital of France?"]
+    head = ["", "mean KL, nats", "top-1", "perplexity", "how", QUESTION]
     return table(head, rows)
 
 
@@ -258,7 +264,7 @@ def _machine(results: Results) -> str:
     ]
     for measured in results.bandwidths:
         size = f"{measured.buffer_bytes / 2**20:,.0f} MiB"
-        threads = "1 thread" if measured.threads == 1 else f"{measured.threads} threads"
+        threads = _count(measured.threads, "thread")
         lines.append(f"- read bandwidth, a buffer of {size}, {threads}: {measured.gb_per_s:.1f} GB/s")
     if results.roofline is not None:
         roofline = results.roofline

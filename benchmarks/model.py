@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from benchmarks.environments import run
 from benchmarks.prompts import Vocabulary
 
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of France? Answer in one sentence."
+"""The model is sure of its first token here; without the second sentence two tie, and rounding decides."""
 ANSWER = "Paris"
 DONE = "complete"
 

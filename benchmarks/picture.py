@@ -24,7 +24,7 @@ BARS: tuple[tuple[str, str, str], ...] = (
     ("W5 cold", "output_tok_s", "W5 shared prefix, cold: output tok/s (more)"),
     ("W6", "prompt_tok_s", "W6 prefill of 2,048: tok/s (more)"),
     ("W7", "start_s", "W7 start to first token: s (less)"),
-    ("W8", "pss_mib", "W8 resident memory: MiB (less)"),
+    ("W8", "resident_mib", "W8 resident memory: MiB (less)"),
 )
 COLUMNS = 3
 

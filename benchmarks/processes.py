@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -61,8 +62,20 @@ class Group:
         self._signal(signal.SIGCONT)
 
     def memory_bytes(self) -> int:
-        """Proportional set size: pages that processes share count once in all."""
-        return sum(_pss_bytes(pid) for pid in self.pids())
+        """What the group keeps resident, each page once, as if it ran alone.
+
+        The proportional set size of its anonymous memory, which only relatives share; and of each mapped piece of a
+        file (weights, libraries) the most that one process has: other systems may map the same file, and would halve
+        its proportional size.
+        """
+        anonymous, files = 0, dict[str, int]()
+        for pid in self.pids():
+            for piece in _memory(pid):
+                if piece.file is None:
+                    anonymous += piece.pss
+                else:
+                    files[piece.file] = max(files.get(piece.file, 0), piece.rss)
+        return anonymous + sum(files.values())
 
     def cpu_seconds(self) -> float:
         """Processor time of the processes that run, user and system."""
@@ -120,9 +133,28 @@ def _is_stopped(pid: int) -> bool:
     return stat is None or stat[0] == "T"
 
 
-def _pss_bytes(pid: int) -> int:
+@dataclass(frozen=True, slots=True)
+class MemoryPiece:
+    """A mapping of a process; ``file`` names device, inode and offset, None for anonymous memory. In bytes."""
+
+    file: str | None
+    rss: int
+    pss: int
+
+
+def parse_memory(smaps: str) -> list[MemoryPiece]:
+    """From the text of /proc/PID/smaps."""
+    pieces = []
+    for block in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)[1:]:
+        _, _, offset, device, inode, *_ = block.split("\n", 1)[0].split()
+        sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(Rss|Pss): +(\d+) kB", block, re.MULTILINE)}
+        file = None if inode == "0" else f"{device} {inode} {offset}"
+        pieces.append(MemoryPiece(file, sizes.get("Rss", 0), sizes.get("Pss", 0)))
+    return pieces
+
+
+def _memory(pid: int) -> list[MemoryPiece]:
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return parse_memory(Path(f"/proc/{pid}/smaps").read_text(errors="replace"))
     except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+        return []

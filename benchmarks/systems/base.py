@@ -5,12 +5,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.drivers.protocol import CHUNK_SIZES
 from benchmarks.environments import Environment
 from benchmarks.model import SourceModel
 from benchmarks.quality import Quality, compare
 from benchmarks.sessions import DriverSession, Session
 from benchmarks.settings import Settings, num_threads
 from benchmarks.workloads import Need
+
+PIECES = f"fed in pieces of {min(CHUNK_SIZES)} to {max(CHUNK_SIZES)} tokens"
+"""How drivers read the parity text."""
 
 
 @dataclass(frozen=True, slots=True)

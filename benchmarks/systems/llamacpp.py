@@ -3,19 +3,20 @@
 The package itself is installed without its library and pointed at the same build, to quantise and to read logits.
 """
 
+import json
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.drivers.protocol import CHUNK_SIZES
 from benchmarks.environments import run
 from benchmarks.errors import Unavailable
 from benchmarks.quality import Quality
 from benchmarks.sessions import DriverSession, HttpSession, driver_environment
 from benchmarks.settings import num_threads
-from benchmarks.systems.base import System, driver_command, sum_of_mib, thread_environment
+from benchmarks.systems.base import PIECES, System, driver_command, thread_environment
 
 PACKAGE = "llama-cpp-python"
+F16_BYTES = 2
 TARGETS = ("llama-server", "llama", "mtmd")
 SLOTS = 32
 SLOT_TOKENS = 4608
@@ -87,7 +88,7 @@ class LlamaCpp(System):
         command = driver_command(self.environment().python, "llamacpp", *arguments)
         session = DriverSession.open(command, log=self.log("logits"), environment=self._libraries())
         try:
-            return self.quality_through_driver(session, f"the same libraries, in pieces of {CHUNK_SIZES} tokens")
+            return self.quality_through_driver(session, f"the same libraries, {PIECES}")
         finally:
             session.stop()
 
@@ -98,7 +99,11 @@ class LlamaCpp(System):
         return [self.gguf, *(self.build / "bin").glob("*.so")]
 
     def kv_pool_bytes(self, log: str) -> int | None:
-        return sum_of_mib(r"KV buffer size = +([\d.]+) MiB", log)
+        """Of the model's shape: all of it is cleared, and so resident, from the start."""
+        config = json.loads((self.context.source.hf / "config.json").read_text())
+        per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+        size: int = F16_BYTES * per_token * SLOTS * SLOT_TOKENS
+        return size
 
     def _options(self) -> list[str]:
         threads, context = str(num_threads()), str(SLOTS * SLOT_TOKENS)

@@ -11,7 +11,13 @@ from benchmarks.systems.base import System, driver_command, thread_environment
 RUNTIME = ("onnxruntime-genai", "numpy")
 CONVERTER = ("onnxruntime-genai", "torch==2.13.0", "transformers>=5", "onnx", "onnx_ir")
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "int4": ("block_size=32", "is_symmetric=false", "accuracy_level=4", "prune_lm_head=true"),
+    "int4": (
+        "block_size=32",
+        "algo_config=k_quant_last",
+        "is_symmetric=false",
+        "accuracy_level=4",
+        "prune_lm_head=true",
+    ),
     "int8": ("block_size=128", "accuracy_level=4", "prune_lm_head=true"),
 }
 

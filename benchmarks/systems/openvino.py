@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drivers.protocol import CHUNK_SIZES
 from benchmarks.environments import Environment, run
 from benchmarks.quality import Quality
 from benchmarks.sessions import DriverSession
 from benchmarks.settings import num_threads
-from benchmarks.systems.base import System, driver_command, thread_environment
+from benchmarks.systems.base import PIECES, System, driver_command, thread_environment
 
 RUNTIME = ("openvino-genai", "openvino-tokenizers")
 CONVERTER = ("optimum-intel", "nncf", "openvino", "openvino-tokenizers", "torch==2.13.0")
@@ -20,22 +19,35 @@ WEIGHT_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 PRECISION = "bf16"
 """Fastest in prefill and level in decoding where the processor has AMX, against f32 and the default."""
-SCHEDULER: dict[str, Any] = {
-    "cache_size": 1,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 512,
-    "dynamic_split_fuse": True,
-    "enable_prefix_caching": True,
-}
+STEP_TOKENS = 512
+"""Of the scheduler, where a variant does not name its own: 2,048 is faster on a long prompt and harder on streams."""
+
+
+def scheduler(step_tokens: int) -> dict[str, Any]:
+    return {
+        "cache_size": 1,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": step_tokens,
+        "dynamic_split_fuse": True,
+        "enable_prefix_caching": True,
+    }
 
 
 @dataclass(slots=True)
 class OpenVino(System):
-    """``variant``: the weights."""
+    """``variant``: the weights, and after a colon the tokens of a step."""
+
+    @property
+    def weights(self) -> str:
+        return self.variant.partition(":")[0]
+
+    @property
+    def scheduler(self) -> dict[str, Any]:
+        return scheduler(int(self.variant.partition(":")[2] or STEP_TOKENS))
 
     @property
     def model(self) -> Path:
-        return self.context.model(f"openvino-{self.variant}")
+        return self.context.model(f"openvino-{self.weights}")
 
     @property
     def properties(self) -> dict[str, Any]:
@@ -50,9 +62,10 @@ class OpenVino(System):
         if not self.model.exists():
             self._convert()
         self.settings = {
-            "weights": f"{self.variant}: optimum-cli export openvino {' '.join(WEIGHT_OPTIONS[self.variant])}",
+            "weights": f"{self.weights}: optimum-cli export openvino {' '.join(WEIGHT_OPTIONS[self.weights])}",
             "properties": ", ".join(f"{name}={value}" for name, value in self.properties.items()),
-            "pipeline": "ContinuousBatchingPipeline in process, " + ", ".join(f"{k}={v}" for k, v in SCHEDULER.items()),
+            "pipeline": "ContinuousBatchingPipeline in process, "
+            + ", ".join(f"{k}={v}" for k, v in self.scheduler.items()),
             "KV": "the default of OpenVINO's CPU plugin (u8)",
         }
 
@@ -62,7 +75,7 @@ class OpenVino(System):
     def measure_quality(self) -> Quality:
         session = DriverSession.open(self._command(), log=self.log("logits"), environment=thread_environment())
         try:
-            how = f"the same IR and properties through openvino.Core, in pieces of {CHUNK_SIZES} tokens"
+            how = f"the same IR and properties through openvino.Core, {PIECES}"
             return self.quality_through_driver(session, how)
         finally:
             session.stop()
@@ -75,7 +88,7 @@ class OpenVino(System):
         return [*self.model.iterdir(), *libraries]
 
     def _command(self) -> list[str]:
-        settings = (json.dumps(self.properties), json.dumps(SCHEDULER))
+        settings = (json.dumps(self.properties), json.dumps(self.scheduler))
         return driver_command(self.environment().python, "openvino", str(self.model), *settings)
 
     def _convert(self) -> None:
@@ -86,6 +99,6 @@ class OpenVino(System):
         converter.install(CONVERTER, log, drop=["torchvision"])
         partial = self.model.with_name(self.model.name + ".partial")
         source = ["-m", str(self.context.source.hf), "--task", "text-generation-with-past"]
-        export = [converter.tool("optimum-cli"), "export", "openvino", *source, *WEIGHT_OPTIONS[self.variant]]
-        run([*export, str(partial)], log, f"converting to OpenVINO {self.variant}")
+        export = [converter.tool("optimum-cli"), "export", "openvino", *source, *WEIGHT_OPTIONS[self.weights]]
+        run([*export, str(partial)], log, f"converting to OpenVINO {self.weights}")
         partial.rename(self.model)

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.drivers.protocol import CHUNK_SIZES
 from benchmarks.quality import Quality
 from benchmarks.sessions import DriverSession
 from benchmarks.settings import num_threads
-from benchmarks.systems.base import System, driver_command, thread_environment
+from benchmarks.systems.base import PIECES, System, driver_command, thread_environment
 
 PACKAGES = ("transformers>=5", "torch==2.13.0")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -31,7 +30,7 @@ class Transformers(System):
     def measure_quality(self) -> Quality:
         session = DriverSession.open(self._command(), log=self.log("logits"), environment=thread_environment())
         try:
-            return self.quality_through_driver(session, f"the model's logits, in pieces of {CHUNK_SIZES} tokens")
+            return self.quality_through_driver(session, f"the model's logits, {PIECES}")
         finally:
             session.stop()
 

@@ -9,9 +9,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks.bandwidth import Bandwidth, Roofline
+from benchmarks.bandwidth import Bandwidth, Roofline, load_reader
 from benchmarks.machine import CpuTimes, Machine
-from benchmarks.processes import Group
+from benchmarks.processes import Group, MemoryPiece, parse_memory
 from benchmarks.quality import compare
 from benchmarks.roofline import weight_bytes
 from benchmarks.systems.llamacpp import KEPT_TILE_CONFIG, TILE_CONFIG, keep_tile_config
@@ -46,6 +46,22 @@ def test_group_is_the_whole_session(tmp_path: Path) -> None:
         group.stop()
     assert not group.alive
     assert group.pids() == []
+
+
+def test_memory_counts_a_page_once() -> None:
+    """Weights that another system maps too must count in full; a library that two processes of a group map, once."""
+    smaps = """\
+7f00-7f01 r--p 00001000 fe:00 42 /lib/x.so
+Size: 100 kB
+Rss:                  80 kB
+Pss:                  40 kB
+7f01-7f02 rw-p 00000000 00:00 0 [heap]
+Rss:                  60 kB
+Pss:                  30 kB
+"""
+    mapped, heap = parse_memory(smaps)
+    assert mapped == MemoryPiece("fe:00 42 00001000", 80 << 10, 40 << 10)
+    assert heap == MemoryPiece(None, 60 << 10, 30 << 10)
 
 
 def test_stop_ends_a_suspended_group(tmp_path: Path) -> None:
@@ -103,6 +119,13 @@ def external(name: str, offset: int) -> onnx.TensorProto:
     for key, value in {"location": "weights.bin", "offset": str(offset), "length": "128"}.items():
         tensor.external_data.add(key=key, value=value)
     return tensor
+
+
+def test_bandwidth_reads_every_byte(tmp_path: Path) -> None:
+    """A loop that skipped a part would measure a bandwidth that the machine does not have."""
+    words = np.random.default_rng(0).integers(0, 2**40, 4096, np.uint64)
+    total = load_reader(tmp_path).read_all(words.ctypes.data, words.size)
+    assert total == int(words.sum())
 
 
 def test_roofline_share() -> None:
