@@ -5,6 +5,7 @@
 // have is near 2^16.
 #pragma once
 
+#include "item.h"
 #include "scales.h"
 
 namespace castline::CASTLINE_ISA {

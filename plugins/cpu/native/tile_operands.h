@@ -59,12 +59,25 @@ CASTLINE_INLINE Int bf16_of_fp8(__m256i bytes) {
   return _mm512_add_epi16(kept, _mm512_mask_permutexvar_epi16(_mm512_set1_epi16(120 << 7), subnormal, wide, table));
 }
 
+// Bytes of a word in the pool.
+template <KvDtype T>
+constexpr int kPoolWord = T == kFp8 ? 2 : 4;
+
 // The first *words* words of *from*, in the pool's form, as words of an operand; zeros up to *padded*, a multiple of 16.
 // Of each word the bits *keep* are kept.
 template <KvDtype T>
 void copy_words(const uint8_t* from, int words, int padded, uint32_t keep, uint8_t* out) {
+  int w = 0;
+  for (; keep == ~0u && w + 16 <= words; w += 16) {
+    const uint8_t* at = from + w * kPoolWord<T>;
+    if constexpr (T == kFp8) {
+      _mm512_storeu_si512(out + w * 4, bf16_of_fp8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))));
+    } else {
+      _mm512_storeu_si512(out + w * 4, load_words(at));
+    }
+  }
   const Int kept = _mm512_set1_epi32(static_cast<int32_t>(keep));
-  for (int w = 0; w < padded; w += 16) {
+  for (; w < padded; w += 16) {
     const __mmask16 mask = lanes_below(words - w);
     Int x;
     if constexpr (T == kFp8) {
@@ -75,10 +88,6 @@ void copy_words(const uint8_t* from, int words, int padded, uint32_t keep, uint8
     _mm512_storeu_si512(out + w * 4, _mm512_and_si512(x, kept));
   }
 }
-
-// Bytes of a word in the pool.
-template <KvDtype T>
-constexpr int kPoolWord = T == kFp8 ? 2 : 4;
 
 template <KvDtype T>
 void make_keys(const TileBlocks& tile, int head_dim, uint8_t* panel, RightOperands* out) {
@@ -109,10 +118,10 @@ void copy_values(const TileBlocks& tile, int head_dim, int padded, int step, uin
   const int n = tile.block_size;
   for (int row = 0; row < kDepth; ++row, out += padded * 4) {
     const int key = step * kStep<T> + row * kBeside;
-    uint32_t keep = 0;
+    uint32_t keep = ~0u;
     for (int i = 0; i < kBeside; ++i) {
       constexpr int kBits = 32 / kBeside;
-      if (key + i >= tile.first_key && key + i < tile.last_key) keep |= (~0u >> (32 - kBits)) << i * kBits;
+      if (key + i < tile.first_key || key + i >= tile.last_key) keep &= ~((~0u >> (32 - kBits)) << i * kBits);
     }
     const uint8_t* from = keep == 0 ? nullptr : tile.block[key / n].v + key % n / kBeside * head_dim * kPoolWord<T>;
     copy_words<T>(from, keep == 0 ? 0 : head_dim, padded, keep, out);
