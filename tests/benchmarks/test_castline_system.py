@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def castline(int8_engine: Path, tmp_path: Path) -> Castline:
+def castline(default_engine: Path, tmp_path: Path) -> Castline:
     """The adapter over an engine that the shared fixture built."""
     settings = Settings((CASTLINE,), ("W1",), work=tmp_path)
     context = Context(settings, SourceModel(tmp_path, tmp_path / "none.gguf"))
@@ -27,7 +27,7 @@ def castline(int8_engine: Path, tmp_path: Path) -> Castline:
     system = entry.make(context)
     assert isinstance(system, Castline)
     settings.models.mkdir(parents=True)
-    system.repository.symlink_to(int8_engine, target_is_directory=True)
+    system.repository.symlink_to(default_engine, target_is_directory=True)
     return system
 
 
