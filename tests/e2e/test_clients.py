@@ -18,7 +18,7 @@ from castline.server.proto import castline_pb2, castline_pb2_grpc
 pytestmark = pytest.mark.slow
 
 Serve = Callable[..., contextlib.AbstractContextManager[Any]]
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 MODEL = "smollm2"
 
 
