@@ -16,7 +16,14 @@ from typing import Any, Final
 
 from castline.engines.errors import BuildError
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, QkNorm
-from castline.plugins.tensorrt.kernel_set import Argument, ArgumentType, KernelName, KernelSet, KernelSpec
+from castline.plugins.tensorrt.kernel_set import (
+    Argument,
+    ArgumentType,
+    KernelName,
+    KernelSet,
+    KernelSpec,
+    attributes_key,
+)
 
 WARP: Final = 32
 HARDWARE_E4M3: Final = (8, 9)
@@ -49,19 +56,6 @@ class Compiled:
 
 def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
-
-
-def attributes_key(a: AttentionAttributes) -> str:
-    """Name of everything about a node that a kernel is compiled for; nodes that differ only in their layer share it."""
-    parts = [f"h{a.num_heads}", f"kv{a.num_kv_heads}", f"d{a.head_dim}", f"bs{a.block_size}", f"t{a.kv_dtype}"]
-    parts += [
-        f"s{a.scale:.9g}",
-        f"w{a.window}",
-        f"c{a.softcap:.9g}",
-        f"r{a.rotary_dim}{'i' if a.rope_interleaved else ''}",
-    ]
-    parts += [f"n{a.qk_norm}", f"e{a.norm_eps:.9g}"]
-    return "-".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

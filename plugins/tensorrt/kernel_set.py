@@ -11,6 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from castline.engines.errors import EngineError
+from castline.plugins.contract import AttentionAttributes
 
 KERNELS_DIRECTORY: Final = "kernels"
 KERNELS_INDEX: Final = "kernels.json"
@@ -28,6 +29,19 @@ KernelName = Literal[
 """What each does, with its arguments, is said in `castline.plugins.tensorrt.kernels`."""
 
 ArgumentType = Literal["pointer", "i32", "i64", "f32"]
+
+
+def attributes_key(a: AttentionAttributes) -> str:
+    """Name of everything about a node that a kernel is compiled for; nodes that differ only in their layer share it."""
+    parts = [f"h{a.num_heads}", f"kv{a.num_kv_heads}", f"d{a.head_dim}", f"bs{a.block_size}", f"t{a.kv_dtype}"]
+    parts += [
+        f"s{a.scale:.9g}",
+        f"w{a.window}",
+        f"c{a.softcap:.9g}",
+        f"r{a.rotary_dim}{'i' if a.rope_interleaved else ''}",
+    ]
+    parts += [f"n{a.qk_norm}", f"e{a.norm_eps:.9g}"]
+    return "-".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
