@@ -56,6 +56,10 @@ class Compiled:
 
 def build(options: BuildOptions, log: BuildLog) -> Path:
     """Builds a bundle; returns its directory. Raises BuildError, and then nothing is left in the output."""
+    if options.target != "cpu":
+        from castline.builder.tensorrt.pipeline import build_for_gpu  # it calls the stages below
+
+        return build_for_gpu(options, log)
     check_output(options.output, options.name, options.version)
     run_self_test()  # a library that is missing, wrong, or told to use kernels this host lacks: before anything long
     checkpoint, plan = read_checkpoint(options, log)
@@ -69,8 +73,8 @@ def build(options: BuildOptions, log: BuildLog) -> Path:
         facts = ReportFacts(
             stages=tuple(log.stages),
             fusions=fused.passes,
-            operators=_pairs(fused.exported_operators, compiled.operators),
-            sizes=_pairs(fused.fp32_sizes, compiled.sizes),
+            operators=pairs(fused.exported_operators, compiled.operators),
+            sizes=pairs(fused.fp32_sizes, compiled.sizes),
             kl=report.kl if report else (),
         )
         with log.stage("bundle") as stage:
@@ -218,7 +222,7 @@ def verify_engine(
                 case, engine, torch_reference(checkpoint.model), limits=limits, advance=advance
             )
         report = judge(comparison, greedy_match, plan.recipe.tolerance_for(plan.precision.kv_dtype))
-        stage.summary = _describe_parity(report)
+        stage.summary = describe_parity(report)
         if not options.allow_unverified:
             require_verified(report.parity, plan.recipe.name, plan.precision.kv_dtype)
     if not report.parity.verified:
@@ -244,7 +248,7 @@ def _describe_choices(choices: TuningChoices) -> str:
     return f"{threads}, blocks of {choices.block_size}, {kernels}"
 
 
-def _describe_parity(report: ParityReport) -> str:
+def describe_parity(report: ParityReport) -> str:
     p = report.parity
     return (
         f"mean KL {p.mean_kl:.3g} (at most {p.tolerance_mean_kl:g}), max {p.max_kl:.3g}, top-1 {p.top1_agreement:.1%} "
@@ -253,6 +257,6 @@ def _describe_parity(report: ParityReport) -> str:
     )
 
 
-def _pairs(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def pairs(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """(before, after) of every name of either."""
     return {name: (before.get(name, 0), after.get(name, 0)) for name in dict.fromkeys((*before, *after))}

@@ -116,6 +116,8 @@ class Parity:
     tolerance_top1: float
     greedy_match: float
     """Share of greedily continued tokens that equal the reference's, over the fixed prompts."""
+    subject: Literal["engine", "graph"] = "engine"
+    """What was run: the engine itself, or the graph that it was built from, by ONNX Runtime, where no such GPU was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,8 @@ class Manifest:
     graph_file: str
     tool_versions: dict[str, str]
     files: dict[str, BundleFile]
+    inputs_sha256: str = ""
+    """Of everything that a TensorRT plan was built from. Two builds of one input give plans of different bytes."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
