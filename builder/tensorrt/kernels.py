@@ -1,8 +1,9 @@
 """The GPU kernels of an engine: which its graph needs, compiled into the bundle. Needs Triton, and no GPU."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,8 @@ SHAPES: Final = (
     KernelShape(tile=16, queries=8, num_warps=8, num_stages=1),
 )
 """Tried in order until one neither spills registers nor wants more shared memory than the GPU has."""
+SAMPLING_KERNELS: Final[tuple[KernelName, ...]] = ("greedy", "sample", "gather_inputs")
+SAMPLING_WARPS: Final = (8, 16, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,11 @@ def compile_kernels(target: KernelTarget, attention: Sequence[AttentionAttribute
     compiler = KernelCompiler((major, minor), target.activations)
     compiled: list[Compiled] = []
     for a in dict.fromkeys(replace(a, layer=0) for a in attention):
-        compiled += [_fitting(compiler, a, name) for name in ATTENTION_KERNELS]
-    compiled += compiler.sampling(target.vocab_size, target.block_size)
+        for name in ATTENTION_KERNELS:
+            compiled.append(_first_fitting(partial(_attention, compiler, a, name, shape) for shape in SHAPES))
+    for name in SAMPLING_KERNELS:
+        makers = (partial(_sampling, compiler, target, name, warps) for warps in SAMPLING_WARPS)
+        compiled.append(_first_fitting(makers))
     home = directory / KERNELS_DIRECTORY
     home.mkdir(parents=True, exist_ok=True)
     for one in compiled:
@@ -67,10 +73,21 @@ def compile_kernels(target: KernelTarget, attention: Sequence[AttentionAttribute
     return kernels
 
 
-def _fitting(compiler: KernelCompiler, a: AttentionAttributes, name: KernelName) -> Compiled:
-    for shape in SHAPES[:-1]:
+def _attention(compiler: KernelCompiler, a: AttentionAttributes, name: KernelName, shape: KernelShape) -> Compiled:
+    return next(compiler.attention(a, shape, (name,)))
+
+
+def _sampling(compiler: KernelCompiler, target: KernelTarget, name: KernelName, num_warps: int) -> Compiled:
+    return next(compiler.sampling(target.vocab_size, target.block_size, num_warps, (name,)))
+
+
+def _first_fitting(makers: Iterable[Callable[[], Compiled]]) -> Compiled:
+    """The first kernel that compiles; raises the BuildError of the last where none does."""
+    failure: BuildError | None = None
+    for make in makers:
         try:
-            return next(compiler.attention(a, shape, (name,)))
-        except BuildError:
-            continue
-    return next(compiler.attention(a, SHAPES[-1], (name,)))
+            return make()
+        except BuildError as error:
+            failure = error
+    assert failure is not None
+    raise failure

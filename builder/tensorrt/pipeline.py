@@ -50,6 +50,8 @@ from castline.plugins.tensorrt.flavour import flavour_version
 from castline.plugins.tensorrt.kernel_set import KERNELS_DIRECTORY, KernelSet
 from castline.plugins.tensorrt.library import describe
 
+PROOF_CONFIG = {"session.disable_quant_qdq": "1"}
+"""Weights are dequantised once, when the session is made, and not in every step."""
 GRAPH_DIRECTORY = ".graph"
 """Of a draft, while the plan is built from what lies there."""
 
@@ -222,7 +224,7 @@ def verify_graph(
                 save_graph(proof_graph(model, kv_dtype), home),
                 num_blocks=case.num_blocks(limits.block_size),
                 block_bytes=block_bytes,
-                options=SessionOptions(),
+                options=SessionOptions(config=PROOF_CONFIG),
             ) as engine,
             log.bar("comparing with the reference", len(case.passages) + len(case.prompts)) as advance,
         ):

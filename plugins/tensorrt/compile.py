@@ -73,13 +73,15 @@ class KernelCompiler:
         for name in names:
             yield self._compile(name, self._attention_constants(name, a, shape), shape, attributes_key(a), a)
 
-    def sampling(self, vocab_size: int, block_size: int) -> Iterator[Compiled]:
-        """The kernels that every engine has one of."""
-        for name in ("greedy", "sample"):
+    def sampling(self, vocab_size: int, block_size: int, num_warps: int = 8, names: tuple[KernelName, ...] = (
+        "greedy", "sample", "gather_inputs"
+    )) -> Iterator[Compiled]:  # fmt: skip
+        """The kernels that every engine has one of. Raises BuildError where one spills."""
+        for name in names:
             constants = {"vocab": vocab_size, "chunk": SAMPLE_CHUNK}
-            yield self._compile(name, constants, KernelShape(num_warps=8, num_stages=1))
-        constants = {"block_size": block_size, "width": GATHER_WIDTH}
-        yield self._compile("gather_inputs", constants, KernelShape(num_warps=4, num_stages=1))
+            if name == "gather_inputs":
+                constants, num_warps = {"block_size": block_size, "width": GATHER_WIDTH}, 4
+            yield self._compile(name, constants, KernelShape(num_warps=num_warps, num_stages=1))
 
     def _attention_constants(self, name: KernelName, a: AttentionAttributes, shape: KernelShape) -> dict[str, Any]:
         padded, group = power_of_two(a.head_dim, 16), a.num_heads // a.num_kv_heads

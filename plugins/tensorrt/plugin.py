@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from castline.engines.errors import EngineError
 from castline.plugins.contract import (
@@ -148,8 +149,8 @@ class _Plugin:
         return self.clone()
 
     def get_fields_to_serialize(self) -> Any:
-        self.serialized = _field_collection(self.api, self.attributes)  # TensorRT reads it after the call
-        return self.serialized
+        self.serialized = _FieldCollection(self.api, self.attributes)  # TensorRT reads it after the call
+        return self.serialized.collection
 
     def enqueue(
         self,
@@ -190,7 +191,8 @@ class _Creator:
         self.name = PAGED_ATTENTION
         self.plugin_namespace = DOMAIN
         self.plugin_version = VERSION
-        self.field_names = _field_collection(self.api, None)
+        self.known = _FieldCollection(self.api, None)
+        self.field_names = self.known.collection
 
     def create_plugin(self, name: str, collection: Any, phase: Any) -> _Plugin:
         given = {field.name: field.data[0] for field in collection}
@@ -207,12 +209,18 @@ def _types(api: Any) -> tuple[type[_Creator], type[_Plugin]]:
     return type("PagedAttentionCreator", (_Creator, api.IPluginCreatorV3One), made), plugin
 
 
-def _field_collection(api: Any, attributes: AttentionAttributes | None) -> Any:
-    """The node's attributes as TensorRT's fields: INT32 and FLOAT32. Without values they are a creator's list."""
-    kinds = {int: (np.int32, api.PluginFieldType.INT32), float: (np.float32, api.PluginFieldType.FLOAT32)}
-    made = []
-    for one in fields(AttentionAttributes):
-        element, kind = kinds[one.type]  # type: ignore[index]
-        values = [] if attributes is None else [getattr(attributes, one.name)]
-        made.append(api.PluginField(one.name, np.array(values, element), kind))
-    return api.PluginFieldCollection(made)
+class _FieldCollection:
+    """The node's attributes as TensorRT's fields: INT32 and FLOAT32. Without values they are a creator's list.
+
+    A field holds the address of its array and not the array: this object keeps them.
+    """
+
+    def __init__(self, api: Any, attributes: AttentionAttributes | None) -> None:
+        kinds = {int: (np.int32, api.PluginFieldType.INT32), float: (np.float32, api.PluginFieldType.FLOAT32)}
+        self.arrays: list[NDArray[Any]] = []
+        made = []
+        for one in fields(AttentionAttributes):
+            element, kind = kinds[one.type]  # type: ignore[index]
+            self.arrays.append(np.array([] if attributes is None else [getattr(attributes, one.name)], element))
+            made.append(api.PluginField(one.name, self.arrays[-1], kind))
+        self.collection = api.PluginFieldCollection(made)
