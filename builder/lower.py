@@ -133,5 +133,7 @@ def _owner(tensor: ir.TensorProtocol | None) -> str | None:
 def _append(file: BinaryIO, tensor: ir.TensorProtocol) -> tuple[int, int]:
     file.write(b"\0" * (-file.tell() % ALIGNMENT))
     offset = file.tell()
-    file.write(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)
+    array = np.ascontiguousarray(tensor.numpy())
+    packed = tensor.nbytes < array.nbytes  # two 4-bit values a byte
+    file.write(tensor.tobytes() if packed else array.reshape(-1).view(np.uint8).data)
     return offset, file.tell() - offset

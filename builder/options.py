@@ -84,10 +84,6 @@ class BuildOptions:
             self._check_cpu()
         else:
             self._check_gpu()
-            raise BuildError(
-                f"--target {self.target} is not in this version of castline: it builds for the cpu target only; "
-                "leave --target and --sku out, or use --target cpu"
-            )
 
     def _check_cpu(self) -> None:
         if self.sku is not None:

@@ -26,8 +26,9 @@ from castline.builder.plan import Plan, make_manifest, make_plan
 from castline.builder.preflight import check_disk, check_output
 from castline.builder.progress import BuildLog
 from castline.builder.quantize import matmul_shapes, quantize
-from castline.builder.recipes import AUTO_RECIPE
+from castline.builder.recipes import AUTO_RECIPE, Recipe
 from castline.builder.report import REPORT_NAME, ReportFacts, render_report
+from castline.builder.tensorrt.recipes import gpu_recipe
 from castline.builder.tool_versions import tool_versions
 from castline.builder.torch_reference import torch_reference
 from castline.builder.tuning_cache import TuningCache, TuningEnvironment, default_cache_dir
@@ -64,6 +65,10 @@ class Compiled:
 
 def build(options: BuildOptions, log: BuildLog) -> Path:
     """Builds a bundle; returns its directory. Raises BuildError, and then nothing is left in the output."""
+    if options.target != "cpu":
+        from castline.builder.tensorrt.pipeline import build_for_gpu  # it calls the stages below
+
+        return build_for_gpu(options, log)
     check_output(options.output, options.name, options.version)
     run_self_test()  # a library that is missing, wrong, or told to use kernels this host lacks: before anything long
     checkpoint, plan = read_checkpoint(options, log)
@@ -77,8 +82,8 @@ def build(options: BuildOptions, log: BuildLog) -> Path:
         facts = ReportFacts(
             stages=tuple(log.stages),
             fusions=(*fused.passes, *placed),
-            operators=_pairs(fused.exported_operators, compiled.operators),
-            sizes=_pairs(fused.fp32_sizes, compiled.sizes),
+            operators=pairs(fused.exported_operators, compiled.operators),
+            sizes=pairs(fused.fp32_sizes, compiled.sizes),
             kl=report.kl if report else (),
         )
         with log.stage("bundle") as stage:
@@ -92,7 +97,7 @@ def read_checkpoint(options: BuildOptions, log: BuildLog) -> tuple[Checkpoint, P
     """Stage checkpoint; refuses what the model or the disk cannot give."""
     with log.stage("checkpoint") as stage:
         checkpoint = load_checkpoint(options.model)
-        plan = make_plan(options, checkpoint.facts, resolve_recipe(options.recipe, checkpoint.model))
+        plan = make_plan(options, checkpoint.facts, _recipe(options, checkpoint))
         check_disk(options.output, plan.facts, plan.recipe)
         stage.summary = _describe_model(plan.facts)
         if options.recipe == AUTO_RECIPE:
@@ -100,6 +105,12 @@ def read_checkpoint(options: BuildOptions, log: BuildLog) -> tuple[Checkpoint, P
     for warning in _warnings(checkpoint, plan):
         log.warn(warning)
     return checkpoint, plan
+
+
+def _recipe(options: BuildOptions, checkpoint: Checkpoint) -> Recipe:
+    if options.target == "cpu":
+        return resolve_recipe(options.recipe, checkpoint.model)
+    return gpu_recipe(options.recipe)
 
 
 def _warnings(checkpoint: Checkpoint, plan: Plan) -> Iterator[str]:
@@ -237,7 +248,7 @@ def verify_engine(
         ):
             measured = measure(case, engine, torch_reference(checkpoint.model), limits=limits, advance=advance)
         report = judge(measured, plan.recipe.tolerance_for(plan.precision.kv_dtype))
-        stage.summary = _describe_parity(report)
+        stage.summary = describe_parity(report)
         if not options.allow_unverified:
             require_verified(report.parity, plan.recipe.name, plan.precision.kv_dtype)
     if not report.parity.verified:
@@ -263,7 +274,7 @@ def _describe_choices(choices: TuningChoices) -> str:
     return f"{threads}, blocks of {choices.block_size}, {kernels}"
 
 
-def _describe_parity(report: ParityReport) -> str:
+def describe_parity(report: ParityReport) -> str:
     p = report.parity
     return (
         f"mean KL {p.mean_kl:.3g} (at most {p.tolerance_mean_kl:g}), max {p.max_kl:.3g}, top-1 {p.top1_agreement:.1%} "
@@ -273,6 +284,6 @@ def _describe_parity(report: ParityReport) -> str:
     )
 
 
-def _pairs(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def pairs(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """(before, after) of every name of either."""
     return {name: (before.get(name, 0), after.get(name, 0)) for name in dict.fromkeys((*before, *after))}

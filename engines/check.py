@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from castline.engines.errors import EngineError, ManifestMismatch
+from castline.engines.flavour import INSTALL
 from castline.engines.hashing import sha256_file
 from castline.engines.manifest import BundleFile, Gpu, Host, Manifest, Plugin, Target
 
@@ -22,6 +23,9 @@ TOOL_DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
 """Names that each library is published under: all of a name give the same module."""
 
 GPU_TARGETS: tuple[Target, ...] = ("tensorrt", "tensorrt_rtx")
+
+PLAN_SUFFIX = ".plan"
+"""Of the graph_file of an engine for a GPU."""
 
 SMALL_FILE_BYTES = 16 << 20
 
@@ -60,6 +64,18 @@ def check_host(
             f"the engine of {manifest.model.name} {found} against its reference model: it may answer wrongly. "
             f"Rebuild it with verification ({manifest.rebuild_command}), or accept that with --allow-unverified"
         )
+
+
+def check_complete(manifest: Manifest) -> None:
+    """Raises EngineError for a bundle that was built with --kernels-only: it has everything but what executes."""
+    if manifest.host.target == "cpu" or manifest.graph_file.endswith(PLAN_SUFFIX):
+        return
+    gpu = manifest.host.gpu
+    command = manifest.rebuild_command.replace(" --kernels-only", "")
+    raise EngineError(
+        f"the engine of {manifest.model.name} has no plan: it was built with --kernels-only. Build it whole, on a machine "
+        f"with {INSTALL[manifest.host.target]!r} and, for TensorRT, {f'a {gpu.sku}' if gpu else 'its GPU'}: {command}"
+    )
 
 
 def _cure(manifest: Manifest, host: Host) -> str:

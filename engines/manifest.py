@@ -132,6 +132,8 @@ class Parity:
     by_step: dict[str, StepParity] = field(default_factory=dict)
     """The figures of steps of many tokens (``prefill``) and of few (``decode``) apart, for they run different kernels;
     the fields above are those of the worse."""
+    subject: Literal["engine", "graph"] = "engine"
+    """What was run: the engine itself, or the graph that it was built from, by ONNX Runtime, where no such GPU was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,8 @@ class Manifest:
     graph_file: str
     tool_versions: dict[str, str]
     files: dict[str, BundleFile]
+    inputs_sha256: str = ""
+    """Of everything that a TensorRT plan was built from. Two builds of one input give plans of different bytes."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -38,6 +38,11 @@ def kv_pool_name(layer: int) -> str:
     return f"kv_pool.{layer}"
 
 
+def kv_pool_output_name(layer: int) -> str:
+    """Graph output of that pool on GPUs: an alias of the input, bound to the same address."""
+    return f"kv_pool_out.{layer}"
+
+
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """Inputs of one forward pass. T packed tokens, B sequences, M blocks a table row, R rows of logits."""
@@ -117,7 +122,8 @@ class AttentionAttributes:
     Output: [T, num_heads * head_dim] float32.
 
     On GPUs qkv and the output are fp16 or bf16, cos, sin and the norm weights float32, and the pool is ``int8`` and a
-    second output as well, an alias of the input: TensorRT returns what a node mutates.
+    second output as well, an alias of the input: TensorRT returns what a node mutates. Inputs that are absent are left
+    out there, so that those after them move up (`gpu_node_inputs`): rotary_dim and qk_norm say which there are.
 
     For each token: QK-norm, RoPE on the first rotary_dim elements of each Q and K head, quantise K and V and append
     them at the token's slot; then attention of every query over the keys of its sequence at positions
@@ -161,3 +167,10 @@ class AttentionAttributes:
     kv_split: int = 0
     """Keys a split of a long decode takes (split-K), in whole key tiles of 256; 0 lets the kernel choose. A sequence
     whose queries fill more than one query tile is never split."""
+
+
+def gpu_node_inputs(attributes: AttentionAttributes) -> tuple[str, ...]:
+    """The inputs that a node has on GPUs, in order; the pool as ``kv_pool``, and the step's tensors by their names."""
+    rope = ("cos", "sin") if attributes.rotary_dim else ()
+    norm = ("q_norm_weight", "k_norm_weight") if attributes.qk_norm != QkNorm.NONE else ()
+    return ("qkv", *rope, *norm, "kv_pool", SLOT_MAPPING, CU_QUERY_LENS, KV_LENS, BLOCK_TABLE)

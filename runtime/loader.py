@@ -10,13 +10,22 @@ from pathlib import Path
 
 from castline.engines.bundle import find_bundle
 from castline.engines.capacity import KvCapacity
-from castline.engines.check import GPU_TARGETS, RUNTIME_TOOLS, TOOL_DISTRIBUTIONS, check_files, check_host, verify_files
+from castline.engines.check import (
+    GPU_TARGETS,
+    RUNTIME_TOOLS,
+    TOOL_DISTRIBUTIONS,
+    check_complete,
+    check_files,
+    check_host,
+    verify_files,
+)
 from castline.engines.errors import EngineError
 from castline.engines.gpu import FoundGpu, detect_gpu
 from castline.engines.host import available_memory_bytes, detect_host
-from castline.engines.manifest import MANIFEST_NAME, Host, Manifest, Plugin, read_manifest
+from castline.engines.manifest import MANIFEST_NAME, Host, Manifest, Plugin, Target, read_manifest
 from castline.engines.memory_plan import Asked, bundle_bytes, memory_policy, plan_memory
-from castline.plugins.cpu.library import describe
+from castline.plugins.cpu.library import describe as cpu_plugin
+from castline.plugins.tensorrt.library import describe as gpu_plugin
 from castline.runtime.client import EffectiveLimits
 
 SPECULATION_MODES = ("auto", "off")
@@ -69,12 +78,13 @@ def plan_engine(repository: Path | str, options: LoadOptions | None = None) -> E
     options = options or LoadOptions()
     bundle = find_bundle(Path(repository), options.model, options.version)
     manifest = read_manifest(bundle)
+    check_complete(manifest)
     gpu = None if manifest.host.target == "cpu" else detect_gpu()
     host = _host_for(manifest, gpu)
     check_host(
         manifest,
         host,
-        installed_plugin(),
+        installed_plugin(manifest.host.target),
         installed_version(RUNTIME_TOOLS[manifest.host.target]),
         allow_unverified=options.allow_unverified,
     )
@@ -155,10 +165,10 @@ def _max_drafts(options: LoadOptions) -> int:
     return asked
 
 
-def installed_plugin() -> Plugin | None:
-    """The attention library of this installation, or None where there is none."""
+def installed_plugin(target: Target) -> Plugin | None:
+    """The attention plugin of this installation for *target*, or None where there is none."""
     try:
-        return describe()
+        return cpu_plugin() if target == "cpu" else gpu_plugin()
     except EngineError:
         return None
 

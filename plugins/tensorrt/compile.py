@@ -16,7 +16,14 @@ from typing import Any, Final
 
 from castline.engines.errors import BuildError
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, QkNorm
-from castline.plugins.tensorrt.kernel_set import Argument, ArgumentType, KernelName, KernelSet, KernelSpec
+from castline.plugins.tensorrt.kernel_set import (
+    Argument,
+    ArgumentType,
+    KernelName,
+    KernelSet,
+    KernelSpec,
+    attributes_key,
+)
 
 WARP: Final = 32
 HARDWARE_E4M3: Final = (8, 9)
@@ -51,19 +58,6 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def attributes_key(a: AttentionAttributes) -> str:
-    """Name of everything about a node that a kernel is compiled for; nodes that differ only in their layer share it."""
-    parts = [f"h{a.num_heads}", f"kv{a.num_kv_heads}", f"d{a.head_dim}", f"bs{a.block_size}", f"t{a.kv_dtype}"]
-    parts += [
-        f"s{a.scale:.9g}",
-        f"w{a.window}",
-        f"c{a.softcap:.9g}",
-        f"r{a.rotary_dim}{'i' if a.rope_interleaved else ''}",
-    ]
-    parts += [f"n{a.qk_norm}", f"e{a.norm_eps:.9g}"]
-    return "-".join(parts)
-
-
 @dataclass(frozen=True, slots=True)
 class KernelCompiler:
     """Compiles for one compute capability and one type of activations."""
@@ -79,13 +73,15 @@ class KernelCompiler:
         for name in names:
             yield self._compile(name, self._attention_constants(name, a, shape), shape, attributes_key(a), a)
 
-    def sampling(self, vocab_size: int, block_size: int) -> Iterator[Compiled]:
-        """The kernels that every engine has one of."""
-        for name in ("greedy", "sample"):
+    def sampling(self, vocab_size: int, block_size: int, num_warps: int = 8, names: tuple[KernelName, ...] = (
+        "greedy", "sample", "gather_inputs"
+    )) -> Iterator[Compiled]:  # fmt: skip
+        """The kernels that every engine has one of. Raises BuildError where one spills."""
+        for name in names:
             constants = {"vocab": vocab_size, "chunk": SAMPLE_CHUNK}
-            yield self._compile(name, constants, KernelShape(num_warps=8, num_stages=1))
-        constants = {"block_size": block_size, "width": GATHER_WIDTH}
-        yield self._compile("gather_inputs", constants, KernelShape(num_warps=4, num_stages=1))
+            if name == "gather_inputs":
+                constants, num_warps = {"block_size": block_size, "width": GATHER_WIDTH}, 4
+            yield self._compile(name, constants, KernelShape(num_warps=num_warps, num_stages=1))
 
     def _attention_constants(self, name: KernelName, a: AttentionAttributes, shape: KernelShape) -> dict[str, Any]:
         padded, group = power_of_two(a.head_dim, 16), a.num_heads // a.num_kv_heads

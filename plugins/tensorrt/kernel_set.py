@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
+import numpy as np
 
 from castline.engines.errors import EngineError
+from castline.plugins.contract import AttentionAttributes
 
 KERNELS_DIRECTORY: Final = "kernels"
 KERNELS_INDEX: Final = "kernels.json"
@@ -28,6 +30,22 @@ KernelName = Literal[
 """What each does, with its arguments, is said in `castline.plugins.tensorrt.kernels`."""
 
 ArgumentType = Literal["pointer", "i32", "i64", "f32"]
+
+
+def attributes_key(a: AttentionAttributes) -> str:
+    """Name of everything about a node that a kernel is compiled for; nodes that differ only in their layer share it.
+
+    Floats count as float32 has them: that is how TensorRT hands a node's attributes back.
+    """
+    parts = [f"h{a.num_heads}", f"kv{a.num_kv_heads}", f"d{a.head_dim}", f"bs{a.block_size}", f"t{a.kv_dtype}"]
+    parts += [
+        f"s{np.float32(a.scale)}",
+        f"w{a.window}",
+        f"c{np.float32(a.softcap)}",
+        f"r{a.rotary_dim}{'i' if a.rope_interleaved else ''}",
+    ]
+    parts += [f"n{a.qk_norm}", f"e{np.float32(a.norm_eps)}"]
+    return "-".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

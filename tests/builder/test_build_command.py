@@ -51,8 +51,6 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--target", "tensorrt", "--sku", "l4"], ["tensorrt is not in this version", "--target cpu"]),
-        (["--sku", "l4"], ["tensorrt is not in this version"]),
         (["--target", "tensorrt_rtx"], ["--target tensorrt_rtx needs a --sku", "known are a10, a100-40"]),
         (["--target", "tensorrt_rtx", "--sku", "h200"], ["h200 has 9.0; use --target tensorrt"]),
         (["--target", "cpu", "--sku", "l4"], ["--sku l4 is a GPU", "leave --sku out"]),

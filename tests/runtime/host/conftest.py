@@ -80,7 +80,7 @@ def sample_manifest() -> Manifest:
 def tiny_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with one model, ``tiny``: fp32 weights and pool, so that greedy text is exact."""
     repository = tmp_path_factory.mktemp("models")
-    plugin = installed_plugin()
+    plugin = installed_plugin("cpu")
     assert plugin is not None, "build the native library first"
     host = replace(detect_host("cpu"), isa=())
     runtime = installed_version("onnxruntime")
