@@ -1,4 +1,4 @@
-"""Plans of tiny graphs by NVIDIA's own parser and builder, for every compute capability that it builds for with no GPU."""
+"""Plans of tiny graphs by NVIDIA's own parser and builder, for every compute capability it builds with no GPU."""
 
 import os
 import re
@@ -125,7 +125,7 @@ def test_process_that_dies_is_reported(
         compile_plan(request, tools.attention(model), timeout_s=240)
     monkeypatch.setattr(plan_compiler, "WORKER", "castline.builder.tensorrt.plan_worker")
     monkeypatch.setattr(plan_compiler, "encode", lambda asked: os.kill(os.getpid(), signal.SIGCHLD) or b"{}")
-    with pytest.raises(BuildError, match="the process that builds it ended with 1: .*missing required field"):
+    with pytest.raises(BuildError, match=r"the process that builds it ended with 1: .*missing required field"):
         compile_plan(request, tools.attention(model), timeout_s=240)
 
 
