@@ -62,7 +62,7 @@ class SourceModel:
 
 def prepare(directory: Path, log: Path) -> SourceModel:
     """Runs the program below where it has not been run."""
-    from castline.builder.gguf import demo_path
+    from castline.builder.model_source import demo_path
 
     directory = directory.resolve()
     if not (directory / DONE).exists():
@@ -73,7 +73,8 @@ def prepare(directory: Path, log: Path) -> SourceModel:
 def write(directory: Path) -> None:
     import numpy as np
 
-    from castline.builder.gguf import demo_path, load_gguf
+    from castline.builder.gguf import load_gguf
+    from castline.builder.model_source import demo_path
     from castline.builder.torch_reference import torch_reference
     from castline.builder.verify import shipped_case
 

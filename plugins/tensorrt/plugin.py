@@ -197,7 +197,7 @@ class _Creator:
     def create_plugin(self, name: str, collection: Any, phase: Any) -> _Plugin:
         given = {field.name: field.data[0] for field in collection}
         attributes = AttentionAttributes(
-            **{f.name: (float if f.type is float else int)(given[f.name]) for f in fields(AttentionAttributes)}
+            **{f.name: (float if f.type is float else int)(given[f.name]) for f in fields(AttentionAttributes)}  # type: ignore[arg-type]
         )
         return self.plugin_type(attributes, self.host)
 
