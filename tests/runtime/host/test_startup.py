@@ -1,15 +1,19 @@
 """Warm-up covers the steps that serving will run, and leaves no trace."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from castline.engines.capacity import blocks_for
+from castline.engines.errors import EngineError
+from castline.engines.manifest import read_manifest, write_manifest
 from castline.plugins.contract import StepTensors
 from castline.runtime.client import EffectiveLimits
-from castline.runtime.startup import time_decodes, warm_up
+from castline.runtime.startup import load_core, time_decodes, warm_up
 
 
 class Recorder:
@@ -76,3 +80,12 @@ def test_decodes_are_timed_within_the_limits(max_num_seqs: int, sizes: list[int]
     assert min(seconds.values()) > 0
     assert [len(step.kv_lens) for step in recorder.steps] == [size for size in sizes for _ in range(2)]
     assert all((step.slot_mapping == -1).all() for step in recorder.steps)
+
+
+def test_an_engine_without_an_executor_is_refused(tiny_repository: Path, tmp_path: Path) -> None:
+    """A GPU's engine must not be handed to the cpu's executor, which would speak of a graph it cannot read."""
+    manifest = read_manifest(tiny_repository / "tiny" / "1")
+    write_manifest(tmp_path, replace(manifest, host=replace(manifest.host, target="tensorrt_rtx")))
+    limits = EffectiveLimits(32, 1, 8, 16, 4, 1.0)
+    with pytest.raises(EngineError, match=r"built for tensorrt_rtx, and this version .* has no executor"):
+        load_core(tmp_path, limits, 1)
