@@ -31,8 +31,8 @@ def load_core(
     manifest = read_manifest(bundle)
     if manifest.host.target != "cpu":
         raise EngineError(
-            f"{bundle} was built for {manifest.host.target}, and this version of castline has no executor for it: serve "
-            "an engine of the cpu target"
+            f"{bundle} was built for {manifest.host.target}, and this version of castline has no executor for it: "
+            "serve an engine of the cpu target"
         )
     executor = CpuExecutor(bundle, manifest, limits.num_blocks, num_threads)
     model = manifest.model
