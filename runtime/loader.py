@@ -78,7 +78,6 @@ def plan_engine(repository: Path | str, options: LoadOptions | None = None) -> E
     options = options or LoadOptions()
     bundle = find_bundle(Path(repository), options.model, options.version)
     manifest = read_manifest(bundle)
-    check_complete(manifest)
     gpu = None if manifest.host.target == "cpu" else detect_gpu()
     host = _host_for(manifest, gpu)
     check_host(
@@ -88,6 +87,7 @@ def plan_engine(repository: Path | str, options: LoadOptions | None = None) -> E
         installed_version(RUNTIME_TOOLS[manifest.host.target]),
         allow_unverified=options.allow_unverified,
     )
+    check_complete(manifest)
     _check_graph_file(bundle, manifest)
     check_files(bundle, manifest)
     if options.verify_files:

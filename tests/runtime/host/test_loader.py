@@ -11,6 +11,7 @@ import pytest
 from castline.engines.errors import EngineError, ManifestMismatch
 from castline.engines.gpu import FoundGpu
 from castline.engines.manifest import Gpu, Manifest, read_manifest, write_manifest
+from castline.plugins.tensorrt.library import describe as gpu_plugin
 from castline.runtime import loader
 from castline.runtime.loader import LoadOptions, plan_engine
 
@@ -59,8 +60,19 @@ def test_an_engine_of_another_target_is_refused(bundle: Path) -> None:
 
 def for_l4(bundle: Path) -> Manifest:
     """The bundle as if it were an engine for an L4."""
-    host = replace(read_manifest(bundle).host, target="tensorrt_rtx", gpu=Gpu("l4", "", "8.9"))
-    return change(bundle, host=host, tool_versions={"tensorrt_rtx": "1.7.1"})
+    manifest = read_manifest(bundle)
+    host = replace(manifest.host, target="tensorrt_rtx", gpu=Gpu("l4", "", "8.9"))
+    (bundle / manifest.graph_file).rename(bundle / "model.plan")
+    files = {("model.plan" if name == manifest.graph_file else name): file for name, file in manifest.files.items()}
+    tools = {"tensorrt_rtx": "1.7.1"}
+    return change(
+        bundle,
+        host=host,
+        tool_versions=tools,
+        plugin=gpu_plugin(),
+        graph_file="model.plan",
+        files=files,
+    )
 
 
 def has_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: str, **installed: str) -> FoundGpu:
