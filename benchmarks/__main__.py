@@ -1,5 +1,6 @@
 """``python -m benchmarks``: options, then preparation, rounds, and the document."""
 
+import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,7 @@ from benchmarks.errors import Unavailable
 from benchmarks.machine import QUIET_SHARE, Machine, noise
 from benchmarks.picture import draw_picture
 from benchmarks.preparation import Prepared, prepare_all
-from benchmarks.results import Results, read_results, write_results
+from benchmarks.results import Results, SystemReport, read_results, write_results
 from benchmarks.roofline import roofline_of
 from benchmarks.runner import Runner
 from benchmarks.settings import Settings, num_threads
@@ -73,6 +74,7 @@ def main(
     only_render: bool,
 ) -> None:
     """Measure castline beside what a user would run instead, and write docs/performance.md."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else suspended systems would outlive the run
     if only_render:
         render(read_results(docs / "performance.json"), docs)
         return
@@ -95,30 +97,33 @@ def main(
     )
     context = Context(settings, model.prepare(settings.models / "source", settings.logs / "source.log"))
     ready, reports = prepare_all(entries_of(chosen), context)
-    if only_prepare:
-        return
+    if not only_prepare:
+        results = measure(context, ready, reports)
+        docs.mkdir(parents=True, exist_ok=True)
+        write_results(docs / "performance.json", results)
+        render(results, docs)
+
+
+def measure(context: Context, ready: list[Prepared], reports: list[SystemReport]) -> Results:
+    """The rounds. Interrupted, what they had measured."""
+    settings, source = context.settings, context.source
     results = Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         rounds=settings.rounds,
-        seed=seed,
-        quick=quick,
+        seed=settings.seed,
+        quick=settings.quick,
         machine=Machine.here(),
         systems=reports,
         noise_before=warn_of_noise(),
     )
     measure_machine(results, settings, ready)
-    source = context.source
     texts = tuple(tuple(passage) for passage in source.passages if len(passage) >= 128)
-    runner = Runner(
-        settings, ready, cells_of(settings.workloads), results, Draw(source.vocabulary, texts, seed, 0, quick)
-    )
+    draw = Draw(source.vocabulary, texts, settings.seed, 0, settings.quick)
     try:
-        runner.run()
+        Runner(settings, ready, cells_of(settings.workloads), results, draw).run()
     except KeyboardInterrupt:
         click.echo("interrupted: the document has what was measured", err=True)
-    docs.mkdir(parents=True, exist_ok=True)
-    write_results(docs / "performance.json", results)
-    render(results, docs)
+    return results
 
 
 def warn_of_noise() -> float:

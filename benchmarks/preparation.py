@@ -34,9 +34,10 @@ def prepare_all(entries: Sequence[Entry], context: Context) -> tuple[list[Prepar
         reports.append(report)
         try:
             prepare(system, report, context)
-        except (Unavailable, JobFailed) as error:
-            report.unavailable = str(error)
-            print(f"  left out: {error}", file=sys.stderr, flush=True)
+        except Exception as error:  # whatever a peer does, the others are measured
+            known = isinstance(error, (Unavailable, JobFailed))
+            report.unavailable = str(error) if known else f"{type(error).__name__}: {error}"
+            print(f"  left out: {report.unavailable}", file=sys.stderr, flush=True)
             continue
         ready.append(Prepared(system, report))
     return ready, reports

@@ -39,6 +39,8 @@ class Runner:
     draw: Draw
     _sessions: dict[str, Session] = field(default_factory=dict)
     _ladder_ended: dict[str, str] = field(default_factory=dict)
+    _out: dict[str, str] = field(default_factory=dict)
+    """Why a system is out for the rest of the round."""
 
     def run(self) -> None:
         begun = time.monotonic()
@@ -62,21 +64,25 @@ class Runner:
             for session in self._sessions.values():
                 session.stop()
             self._sessions.clear()
+            self._out.clear()
 
     def _start(self, number: int, prepared: Prepared, draw: Draw) -> None:
-        system = prepared.system
-        if not self._wanted_cells(prepared):
+        system, cells = prepared.system, self._wanted_cells(prepared)
+        if not cells:
             return
+        timed = any(cell.name == "W7" for cell in cells)
         read_into_page_cache(system.model_files())
         before, own = CpuTimes.now(), own_cpu_seconds()
         try:
             session = system.start()
         except Unavailable as error:
-            self._add(Sample(number, system.name, "W7", {}, 0.0, 0.0, str(error)))
+            self._out[system.name] = str(error)
+            if timed:
+                self._add(Sample(number, system.name, "W7", {}, 0.0, 0.0, str(error)))
             return
         used = session.group.cpu_seconds() + own_cpu_seconds() - own
         others = before.others_share(CpuTimes.now(), used)
-        if any(cell.name == "W7" for cell in self._wanted_cells(prepared)):
+        if timed:
             self._add(Sample(number, system.name, "W7", {"start_s": session.started_in}, session.started_in, others))
         self._sessions[system.name] = session
         rng = draw.rng("warm-up")
@@ -84,14 +90,16 @@ class Runner:
         try:
             Warmup(prompts).run(session, self.settings.job_timeout_s)
         except JobFailed as error:
-            self._drop(prepared)
-            self._add(Sample(number, system.name, "warm-up", {}, 0.0, 0.0, str(error)))
+            self._drop(prepared, f"its warm-up failed: {error}")
             return
         session.group.suspend()
 
     def _visit(self, number: int, cell: Cell, prepared: Prepared, draw: Draw) -> None:
         system, session = prepared.system, self._sessions.get(prepared.system.name)
-        if session is None or cell.name == "W7" or not self._wants(cell, prepared, number):
+        if cell.name == "W7" or not self._wants(cell, prepared, number):
+            return
+        if session is None:
+            self._add(Sample(number, system.name, cell.name, {}, 0.0, 0.0, f"not run: {self._out[system.name]}"))
             return
         session.group.resume()
         try:
@@ -105,7 +113,7 @@ class Runner:
         if session.group.alive:
             session.group.suspend()
         else:
-            self._drop(prepared)
+            self._drop(prepared, f"it ended in {cell.name}")
 
     def _measure(self, number: int, cell: Cell, prepared: Prepared, session: Session, job: Job) -> Sample:
         before, own, theirs = CpuTimes.now(), own_cpu_seconds(), session.group.cpu_seconds()
@@ -170,11 +178,9 @@ class Runner:
     def _our_quality(self) -> Quality:
         return self.results.qualities.get(CASTLINE, Quality())
 
-    def _drop(self, prepared: Prepared) -> None:
-        """The system has ended: it is left out for the rest of the round."""
-        session = self._sessions.pop(prepared.system.name, None)
-        if session is not None:
-            session.stop()
+    def _drop(self, prepared: Prepared, reason: str) -> None:
+        self._out[prepared.system.name] = reason
+        self._sessions.pop(prepared.system.name).stop()
 
     def _add(self, sample: Sample) -> None:
         self.results.samples.append(sample)

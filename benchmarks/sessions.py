@@ -5,13 +5,14 @@ system takes one.
 """
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +52,24 @@ class Session(ABC):
     def stop(self) -> None:
         self.group.stop()
 
+    @contextlib.contextmanager
+    def stopped_on_failure(self) -> Iterator[None]:
+        """Of a start: nothing is left running where it fails. Raises Unavailable in the place of JobFailed."""
+        try:
+            yield
+        except JobFailed as error:
+            self.stop()
+            raise Unavailable(f"does not start: {error}") from None
+        except BaseException:
+            self.stop()
+            raise
+
+    def _note_first_token(self, begun: float) -> None:
+        record = self.run(Job((TINY,), concurrency=1), START_TIMEOUT_S).records[0]
+        if record.first_token is None:
+            raise JobFailed(record.failure.message if record.failure else "its answer is empty")
+        self.started_in = record.first_token - begun
+
     def _died(self) -> JobFailed:
         return JobFailed(f"the process ended: {self.group.last_words() or 'it said nothing'}")
 
@@ -77,17 +96,9 @@ class HttpSession(Session):
         port = _free_port()
         begun = time.monotonic()
         session = cls(Group.start(command(port), log, environment), f"http://127.0.0.1:{port}", model)
-        try:
+        with session.stopped_on_failure():
             session._wait_until_ready(begun, ready_path)
-            outcome = session.run(Job((TINY,), concurrency=1), START_TIMEOUT_S)
-        except JobFailed as error:
-            session.stop()
-            raise Unavailable(f"does not start: {error}") from None
-        first = outcome.records[0]
-        if first.first_token is None:
-            session.stop()
-            raise Unavailable(f"gives no token: {first.failure.message if first.failure else 'the answer is empty'}")
-        session.started_in = first.first_token - begun
+            session._note_first_token(begun)
         return session
 
     def run(self, job: Job, limit_s: float) -> Outcome:
@@ -163,14 +174,8 @@ class DriverSession(Session):
         """Raises Unavailable where no token comes."""
         begun = time.monotonic()
         session = cls.open(command, log=log, environment=environment)
-        try:
-            outcome = session.run(Job((TINY,), concurrency=1), START_TIMEOUT_S)
-        except JobFailed as error:
-            session.stop()
-            raise Unavailable(f"does not start: {error}") from None
-        first = outcome.records[0].first_token
-        assert first is not None
-        session.started_in = first - begun
+        with session.stopped_on_failure():
+            session._note_first_token(begun)
         return session
 
     @classmethod
