@@ -14,7 +14,17 @@ from onnx_ir.passes import common
 
 from castline.builder.lower import lower_cpu
 from castline.builder.passes.norms import MS, RMS_NORM, SKIP_RMS_NORM
-from castline.builder.passes.walk import add_initializer, attribute, is_op, is_weight, make, nodes, ours, present, replace
+from castline.builder.passes.walk import (
+    add_initializer,
+    attribute,
+    is_op,
+    is_weight,
+    make,
+    nodes,
+    ours,
+    present,
+    replace,
+)
 from castline.builder.passes.weights import remove_dead_code
 from castline.builder.tensorrt.matmuls import head_matmul
 from castline.engines.errors import BuildError
@@ -121,11 +131,11 @@ def set_types(model: ir.Model, half: ir.DataType) -> None:
     if head is not None:
         _cast_logits(model, head, half)
     for node in list(model.graph):
-        if node in exact or is_op(node, "Cast") and node.name == _LOGITS_CAST:
+        if node in exact or (is_op(node, "Cast") and node.name == _LOGITS_CAST):
             continue
         wanted = ir.DataType.FLOAT if node in after_head else half
         for i, value in enumerate(node.inputs):
-            if value is None or is_op(node, PAGED_ATTENTION, DOMAIN) and i in _OPTIONAL:
+            if value is None or (is_op(node, PAGED_ATTENTION, DOMAIN) and i in _OPTIONAL):
                 continue
             if _float_type(value) not in (None, wanted):
                 node.replace_input_with(i, _as_type(model, node, value, wanted, casts))

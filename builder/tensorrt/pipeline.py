@@ -40,7 +40,6 @@ from castline.builder.tuning_cache import default_cache_dir
 from castline.builder.verify import Encode, ParityReport, judge, measure, require_verified, shipped_case
 from castline.engines.bundle import write_bundle
 from castline.engines.capacity import kv_block_bytes
-from castline.engines.errors import BuildError
 from castline.engines.hashing import sha256_file
 from castline.engines.manifest import SCHEMA_VERSION, Manifest, Tuning
 from castline.plugins.contract import PAGED_ATTENTION
@@ -114,12 +113,12 @@ def quantize(wanted: GpuBuild, checkpoint: Checkpoint, model: ir.Model, log: Bui
     recipe = wanted.plan.recipe.name
     if recipe == "fp8":
         with log.stage("calibrate") as stage:
-            passages = shipped_case(_encode(checkpoint), wanted.plan.facts.vocab_size, wanted.plan.max_model_len).passages
+            passages = shipped_case(
+                _encode(checkpoint), wanted.plan.facts.vocab_size, wanted.plan.max_model_len
+            ).passages
             with log.bar("measuring activations", len(passages)) as advance:
                 absmax = calibrate(model, passages, advance)
-            stage.summary = (
-                f"{len(absmax)} matmul inputs over {sum(map(len, passages)):,} tokens, largest {max(absmax.values()):.3g}"
-            )
+            stage.summary = f"{len(absmax)} matmul inputs over {sum(map(len, passages)):,} tokens, largest {max(absmax.values()):.3g}"
     with log.stage("quantize") as stage:
         matmuls = layer_matmuls(model)
         if recipe == "fp8":

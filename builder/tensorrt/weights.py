@@ -126,9 +126,7 @@ def _powers_of_two(largest: NDArray[Any]) -> NDArray[np.float32]:
     return shifts.astype(np.float32)
 
 
-def _int4_weight(
-    model: ir.Model, node: ir.Node, weight: ir.Value, axis: int, block: int, half: Any
-) -> ir.Value:
+def _int4_weight(model: ir.Model, node: ir.Node, weight: ir.Value, axis: int, block: int, half: Any) -> ir.Value:
     tensor = weight.const_value
     assert tensor is not None
     shape = sizes(tensor)

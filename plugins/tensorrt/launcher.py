@@ -174,7 +174,9 @@ class Launcher:
         try:
             cubin = (directory / kernel.cubin).read_bytes()
         except OSError as error:
-            raise EngineError(f"cannot read {directory / kernel.cubin} ({error.strerror}); rebuild the engine") from None
+            raise EngineError(
+                f"cannot read {directory / kernel.cubin} ({error.strerror}); rebuild the engine"
+            ) from None
         module = self._driver.load_module(cubin)
         self._modules.append(module)
         self._functions[kernel.cubin] = self._driver.function(module, kernel.entry, kernel.shared_bytes)

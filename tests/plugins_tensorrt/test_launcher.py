@@ -167,7 +167,9 @@ class RecordingDriver:
         self.functions[100 + module] = (module, entry, shared_bytes)
         return 100 + module
 
-    def launch(self, function: int, grid: Any, threads: int, shared: int, stream: int, arguments: Sequence[Any]) -> None:
+    def launch(
+        self, function: int, grid: Any, threads: int, shared: int, stream: int, arguments: Sequence[Any]
+    ) -> None:
         self.launches.append((self.functions[function][1], grid, threads, shared, stream, list(arguments)))
 
 

@@ -16,7 +16,9 @@ from castline.plugins.tensorrt.plugin import VERSION, PluginHost, register_plugi
 
 EPS = float(np.float32(1e-6))
 """TensorRT's attributes are float32."""
-A = AttentionAttributes(3, 8, 2, 64, 0.125, 32, int(KvDtypeCode.FP8), window=100, softcap=1.5, rotary_dim=64, norm_eps=EPS)
+A = AttentionAttributes(
+    3, 8, 2, 64, 0.125, 32, int(KvDtypeCode.FP8), window=100, softcap=1.5, rotary_dim=64, norm_eps=EPS
+)
 NORM = AttentionAttributes(0, 8, 2, 64, 0.125, 32, int(KvDtypeCode.FP8), qk_norm=int(QkNorm.PER_HEAD), rotary_dim=64,
                            norm_eps=EPS)  # fmt: skip
 
@@ -51,9 +53,7 @@ def make(rtx: Any, attributes: AttentionAttributes, owner: PluginHost) -> Any:
     api = rtx.api
     kinds = {int: (np.int32, api.PluginFieldType.INT32), float: (np.float32, api.PluginFieldType.FLOAT32)}
     arrays = {name: np.array([value], kinds[type(value)][0]) for name, value in asdict(attributes).items()}
-    made = [
-        api.PluginField(name, arrays[name], kinds[type(value)][1]) for name, value in asdict(attributes).items()
-    ]
+    made = [api.PluginField(name, arrays[name], kinds[type(value)][1]) for name, value in asdict(attributes).items()]
     return creator.create_plugin("attention.3", api.PluginFieldCollection(made), api.TensorRTPhase.BUILD)
 
 
