@@ -11,6 +11,7 @@ block size, query tile and kv split, each with the choices before it fixed.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from castline.builder.linear_sites import NO_SURROUNDINGS, Surroundings
 from castline.builder.options import DEFAULT_BLOCK_SIZE
 from castline.builder.recipes import MatmulKernel, Recipe
 from castline.builder.tuning_cases import AttentionCase, Bench, MatmulCase, Shape
@@ -19,6 +20,11 @@ from castline.plugins.contract import AttentionAttributes
 
 STEP_WEIGHTS: Mapping[int, float] = {1: 0.30, 8: 0.20, 32: 0.20, 128: 0.15, 512: 0.15}
 """Packed tokens of a step: one stream, small and full decode batches, a mixed step, a full prefill chunk."""
+
+WIDE_ROWS = (8, 16, 32, 128)
+"""Rows at which Linear's wide kernels are timed against the narrow ones, where the host has them."""
+DEFAULT_WIDE_ROWS = 16
+"""Where the two differ by less than noise: a whole tile of the matrix units."""
 
 THREAD_STEP_WEIGHTS: Mapping[int, float] = {1: 0.5, 128: 0.5}
 
@@ -65,6 +71,10 @@ class TuningRequest:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    surroundings: Mapping[Shape, Surroundings] = field(default_factory=dict)
+    """What Linear takes in around the matmuls of a shape; nothing where a shape is not named."""
+    has_wide: bool = False
+    """Whether this host runs Linear's wide kernels."""
     threads: int | None = None
     """Fixed by the user, or None."""
     block_size: int | None = None
@@ -95,6 +105,7 @@ class TuningChoices:
             measured=self.measured,
             num_threads=self.num_threads,
             matmul={f"{k}x{n}": kernel.name for (k, n), kernel in self.kernels.items()},
+            wide_rows={f"{k}x{n}": kernel.wide_rows for (k, n), kernel in self.kernels.items() if kernel.is_linear},
             attention={"block_size": self.block_size, "query_tile": self.query_tile, "kv_split": self.kv_split},
             timings_us={name: dict(times) for name, times in self.timings_us.items()},
         )
@@ -170,15 +181,35 @@ class _Tuner:
         return int(self._choose("threads", times, _by_name(THREAD_STEP_WEIGHTS), THREADS_NOISE))
 
     def kernel(self, shape: Shape, threads: int) -> MatmulKernel:
-        candidates = {kernel.name: kernel for kernel in self._request.kernels(shape)}
+        candidates: dict[str, MatmulKernel] = {}
+        for kernel in self._request.kernels(shape):
+            wide_rows = self._wide_rows(shape, kernel, threads) if kernel.is_linear and self._request.has_wide else 0
+            candidates[kernel.name] = replace(kernel, wide_rows=wide_rows)
         if len(candidates) == 1:
             return next(iter(candidates.values()))
         weights = self._row_weights(shape)
         times = {
-            name: {str(rows): self._matmul_us(MatmulCase(*shape, kernel, rows, threads)) for rows in weights}
+            name: {str(rows): self._matmul_us(shape, kernel, rows, threads) for rows in weights}
             for name, kernel in candidates.items()
         }
         return candidates[self._choose(f"matmul {shape[0]}x{shape[1]}", times, _by_name(weights))]
+
+    def _wide_rows(self, shape: Shape, kernel: MatmulKernel, threads: int) -> int:
+        """Rows from which the wide kernels are to be used, or -1 for never: what costs least over all sizes timed."""
+        narrow, wide = replace(kernel, wide_rows=-1), replace(kernel, wide_rows=1)
+        sizes = [rows for rows in WIDE_ROWS if rows <= self._most_rows(shape)]
+        if not sizes:
+            return 0
+        narrow_us = {rows: self._matmul_us(shape, narrow, rows, threads) for rows in sizes}
+        wide_us = {rows: self._matmul_us(shape, wide, rows, threads) for rows in sizes}
+        for rows in sizes:
+            times = {"narrow": round(narrow_us[rows], 2), "wide": round(wide_us[rows], 2)}
+            self.timings_us[f"wide rows {shape[0]}x{shape[1]}, {rows}"] = times
+        costs = {
+            str(first): {str(rows): (wide_us if 0 < first <= rows else narrow_us)[rows] for rows in sizes}
+            for first in (*sorted(sizes, key=lambda rows: rows != DEFAULT_WIDE_ROWS), -1)
+        }
+        return int(cheapest(costs, {str(rows): 1 / len(sizes) for rows in sizes}))
 
     def attention(self, attribute: str, candidates: Iterable[int], threads: int) -> int:
         """The best value of one attribute of the attention node, with the others as they stand."""
@@ -197,17 +228,19 @@ class _Tuner:
 
     def _row_weights(self, shape: Shape) -> Mapping[int, float]:
         """The head sees a row for each sequence; a layer a row for each token of the step."""
+        return {rows: weight for rows, weight in STEP_WEIGHTS.items() if rows <= self._most_rows(shape)}
+
+    def _most_rows(self, shape: Shape) -> int:
         request = self._request
-        most = request.max_num_seqs if shape in request.head_shapes else request.max_num_batched_tokens
-        return {rows: weight for rows, weight in STEP_WEIGHTS.items() if rows <= most}
+        return request.max_num_seqs if shape in request.head_shapes else request.max_num_batched_tokens
 
     def _layer_us(self, rows: int, threads: int) -> float:
-        shapes = self._request.layer_shapes
-        cases = [MatmulCase(*shape, self._request.kernels(shape)[0], rows, threads) for shape in shapes]
-        return sum(self._matmul_us(case) for case in cases)
+        request = self._request
+        return sum(self._matmul_us(shape, request.kernels(shape)[0], rows, threads) for shape in request.layer_shapes)
 
-    def _matmul_us(self, case: MatmulCase) -> float:
-        microseconds = self._bench.matmul(case)
+    def _matmul_us(self, shape: Shape, kernel: MatmulKernel, rows: int, threads: int) -> float:
+        around = self._request.surroundings.get(shape, NO_SURROUNDINGS)
+        microseconds = self._bench.matmul(MatmulCase(*shape, kernel, rows, threads, around))
         self._advance()
         return microseconds
 

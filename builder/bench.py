@@ -1,18 +1,15 @@
-"""Times one kernel in a real ONNX Runtime session of one node, as the engine will run it.
+"""Times one kernel in a real ONNX Runtime session, as the engine will run it.
 
 The fastest of several runs is kept: noise only ever adds time. Sizes are in elements, times in microseconds.
 """
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
-from onnx import TensorProto, helper
 
-from castline.builder.recipes import MatmulKernel
+from castline.builder.bench_models import Feeds, inputs, matmul_model
 from castline.builder.tuning_cache import TuningCache
 from castline.builder.tuning_cases import AttentionCase, Bench, MatmulCase
 from castline.engines.capacity import blocks_for
@@ -33,8 +30,6 @@ MAX_RUNS = 1000
 CASE_SECONDS = 0.15
 """Time spent on one case once MIN_RUNS are done."""
 
-Feeds = dict[str, NDArray[Any]]
-
 
 class OrtBench:
     """Times cases with ONNX Runtime; *session_options* makes the options that the engine's own session has."""
@@ -46,13 +41,12 @@ class OrtBench:
         self._matmul_session: ort.InferenceSession | None = None
 
     def matmul(self, case: MatmulCase) -> float:
-        key = (case.k, case.n, case.kernel, case.threads)
+        key = (case.k, case.n, case.kernel, case.around, case.threads)
         if key != self._matmul_key or self._matmul_session is None:
-            model, weights = matmul_model(case.k, case.n, case.kernel, self._random)
+            model, weights = matmul_model(case.k, case.n, case.kernel, case.around, self._random)
             self._matmul_session = self._session(model, case.threads, weights)
             self._matmul_key = key
-        rows = self._random.standard_normal((case.rows, case.k), np.float32)
-        return time_session(self._matmul_session, {"x": rows})
+        return time_session(self._matmul_session, inputs(case.k, case.n, case.around, case.rows, self._random))
 
     def attention(self, case: AttentionCase) -> float:
         session = self._session(serialise_node_model(case.attributes), case.threads, {})
@@ -107,34 +101,6 @@ def time_session(session: ort.InferenceSession, feeds: Feeds) -> float:
     return best * 1e6
 
 
-def matmul_model(k: int, n: int, kernel: MatmulKernel, random: np.random.Generator) -> tuple[bytes, Feeds]:
-    """``y [M, n] = x [M, k] @ W`` with random weights of the kernel's format."""
-    weights = _weights(k, n, kernel, random)
-    if kernel.bits == 32:
-        node = helper.make_node("MatMul", ["x", *weights], ["y"])
-    else:
-        node = helper.make_node(
-            "MatMulNBits",
-            ["x", *weights],
-            ["y"],
-            domain="com.microsoft",
-            K=k,
-            N=n,
-            bits=kernel.bits,
-            block_size=kernel.block,
-            accuracy_level=kernel.accuracy_level,
-        )
-    graph = helper.make_graph(
-        [node],
-        "matmul",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["M", k])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["M", n])],
-        [_external(name, array) for name, array in weights.items()],
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString(), weights
-
-
 def attention_feeds(case: AttentionCase, random: np.random.Generator) -> Feeds:
     """A step of *batch* equal sequences over blocks in random order."""
     a = case.attributes
@@ -158,24 +124,3 @@ def attention_feeds(case: AttentionCase, random: np.random.Generator) -> Feeds:
         BLOCK_TABLE: table,
     }
     return {name: feeds[name] for name in node_inputs(a) if name}
-
-
-def _weights(k: int, n: int, kernel: MatmulKernel, random: np.random.Generator) -> Feeds:
-    if kernel.bits == 32:
-        return {"w": random.standard_normal((k, n), np.float32)}
-    blocks = blocks_for(k, kernel.block)
-    weights: Feeds = {
-        "w": random.integers(0, 256, (n, blocks, kernel.block * kernel.bits // 8), np.uint8),
-        "scales": np.full((n, blocks), 0.01, np.float32),
-    }
-    if not kernel.symmetric:
-        weights["zero_points"] = random.integers(0, 256, (n, -(-blocks * kernel.bits // 8)), np.uint8)
-    return weights
-
-
-def _external(name: str, array: NDArray[Any]) -> TensorProto:
-    """Declares a weight that is handed over by pointer when the session is made."""
-    tensor = TensorProto(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
-    tensor.data_location = TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value="memory")
-    return tensor

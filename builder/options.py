@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from castline.builder.recipes import DEFAULT_RECIPE, recipe
+from castline.builder.recipes import AUTO_RECIPE, DEFAULT_RECIPE, recipe
 from castline.engines.bundle import MAX_VERSION, MODEL_NAME_RULE, is_model_name
 from castline.engines.errors import BuildError, EngineError
 from castline.engines.manifest import KvDtype, Target
@@ -95,7 +95,8 @@ class BuildOptions:
             raise BuildError("--kernels-only is for GPUs, whose plan may need TensorRT: leave it out with --target cpu")
         if self.kv_dtype not in ("auto", *CPU_KV_DTYPES):
             raise BuildError(f"--kv-dtype {self.kv_dtype} is for GPUs; on a cpu choose {', '.join(CPU_KV_DTYPES)}")
-        recipe(self.recipe)
+        if self.recipe != AUTO_RECIPE:
+            recipe(self.recipe)
 
     def _check_gpu(self) -> None:
         if self.sku is None:

@@ -4,7 +4,7 @@ Everything that reaches disk is written into the bundle's draft, which becomes t
 Kernels are tuned on the fused graph, before the weights are quantised: the kernel decides how they are packed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +16,19 @@ from castline.builder.checkpoint import Checkpoint, load_checkpoint
 from castline.builder.cores import physical_cores
 from castline.builder.export import export_model
 from castline.builder.graph_facts import attention_attributes, count_operators, weight_sizes
+from castline.builder.grid import resolve_recipe
+from castline.builder.linear_sites import surroundings
 from castline.builder.lower import lower_cpu, save_graph
 from castline.builder.options import DEFAULT_BLOCK_SIZE, BuildOptions
 from castline.builder.passes.pipeline import PassReport, run_passes
+from castline.builder.passes.walk import ours
 from castline.builder.plan import Plan, make_manifest, make_plan
 from castline.builder.preflight import check_disk, check_output
 from castline.builder.progress import BuildLog
 from castline.builder.quantize import matmul_shapes, quantize
+from castline.builder.recipes import AUTO_RECIPE, Recipe
 from castline.builder.report import REPORT_NAME, ReportFacts, render_report
+from castline.builder.tensorrt.recipes import gpu_recipe
 from castline.builder.tool_versions import tool_versions
 from castline.builder.torch_reference import torch_reference
 from castline.builder.tuning_cache import TuningCache, TuningEnvironment, default_cache_dir
@@ -33,6 +38,10 @@ from castline.engines.manifest import Manifest, ModelFacts
 from castline.plugins.cpu.library import active_isa, describe
 from castline.plugins.cpu.selftest import run_self_test
 from castline.plugins.cpu.session import CpuSession, SessionOptions, native_options
+from castline.plugins.linear import LINEAR
+
+WIDE_ISA = "amx"
+"""The instruction set with Linear's wide kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +73,15 @@ def build(options: BuildOptions, log: BuildLog) -> Path:
     run_self_test()  # a library that is missing, wrong, or told to use kernels this host lacks: before anything long
     checkpoint, plan = read_checkpoint(options, log)
     with write_bundle(options.output, plan.facts.name, options.version) as draft:
-        fused = export_and_fuse(checkpoint, log)
+        fused = export_and_fuse(checkpoint, plan.max_model_len, log)
         choices = choose_kernels(plan, fused.model, log)
-        lower(plan, choices, fused.model, log)
+        placed = lower(plan, choices, fused.model, log)
         compiled = compile_engine(checkpoint, fused, draft.directory, log)
         report = verify_engine(plan, choices, checkpoint, compiled.graph, log)
         manifest = make_manifest(plan, choices, report.parity if report else None, compiled.graph.name)
         facts = ReportFacts(
             stages=tuple(log.stages),
-            fusions=fused.passes,
+            fusions=(*fused.passes, *placed),
             operators=pairs(fused.exported_operators, compiled.operators),
             sizes=pairs(fused.fp32_sizes, compiled.sizes),
             kl=report.kl if report else (),
@@ -88,12 +97,20 @@ def read_checkpoint(options: BuildOptions, log: BuildLog) -> tuple[Checkpoint, P
     """Stage checkpoint; refuses what the model or the disk cannot give."""
     with log.stage("checkpoint") as stage:
         checkpoint = load_checkpoint(options.model)
-        plan = make_plan(options, checkpoint.facts)
+        plan = make_plan(options, checkpoint.facts, _recipe(options, checkpoint))
         check_disk(options.output, plan.facts, plan.recipe)
         stage.summary = _describe_model(plan.facts)
+        if options.recipe == AUTO_RECIPE:
+            stage.summary += f", recipe {plan.recipe.name}"
     for warning in _warnings(checkpoint, plan):
         log.warn(warning)
     return checkpoint, plan
+
+
+def _recipe(options: BuildOptions, checkpoint: Checkpoint) -> Recipe:
+    if options.target == "cpu":
+        return resolve_recipe(options.recipe, checkpoint.model)
+    return gpu_recipe(options.recipe)
 
 
 def _warnings(checkpoint: Checkpoint, plan: Plan) -> Iterator[str]:
@@ -111,17 +128,16 @@ def _warnings(checkpoint: Checkpoint, plan: Plan) -> Iterator[str]:
         yield f"--threads {threads} is over the {plan.host.cores} cores that this process may use: they will take turns"
 
 
-def export_and_fuse(checkpoint: Checkpoint, log: BuildLog) -> Fused:
-    """Stages export and fuse."""
+def export_and_fuse(checkpoint: Checkpoint, max_model_len: int, log: BuildLog) -> Fused:
+    """Stages export and fuse, for sequences of up to *max_model_len* tokens."""
     with log.stage("export") as stage:
         model = export_model(checkpoint)
         operators = count_operators(model)
         nodes = len(model.graph)
         stage.summary = f"{nodes:,} nodes, one attention node in each of {checkpoint.facts.num_layers} layers"
     with log.stage("fuse") as stage:
-        passes = run_passes(model)
-        for report in passes:
-            log.detail(f"{report.name}: {report.matched:,} matched, {report.before:,} → {report.after:,} nodes")
+        passes = run_passes(model, max_model_len)
+        _detail(passes, log)
         stage.summary = f"{nodes:,} → {len(model.graph):,} nodes in {len(passes)} passes"
     return Fused(model, passes, operators, weight_sizes(model))
 
@@ -154,6 +170,8 @@ def tuning_request(plan: Plan, model: ir.Model) -> TuningRequest:
         layer_shapes=tuple(shape for shape, is_head in shapes.items() if not is_head),
         head_shapes=tuple(shape for shape, is_head in shapes.items() if is_head),
         attention=attention_attributes(model, plan.precision.kv_dtype, DEFAULT_BLOCK_SIZE),
+        surroundings=surroundings(model),
+        has_wide=active_isa() == WIDE_ISA,
         cores=physical_cores(),
         max_model_len=plan.max_model_len,
         max_num_seqs=options.max_num_seqs,
@@ -163,12 +181,16 @@ def tuning_request(plan: Plan, model: ir.Model) -> TuningRequest:
     )
 
 
-def lower(plan: Plan, choices: TuningChoices, model: ir.Model, log: BuildLog) -> None:
-    """Stages quantize and lower, in place."""
+def lower(plan: Plan, choices: TuningChoices, model: ir.Model, log: BuildLog) -> tuple[PassReport, ...]:
+    """Stages quantize and lower, in place; what each step of the first did."""
     with log.stage("quantize") as stage:
         before = len(model.graph)
-        quantize(model, choices.kernels)
-        stage.summary = f"recipe {plan.recipe.name}: {before:,} → {len(model.graph):,} nodes"
+        placed = quantize(model, choices.kernels)
+        _detail(placed, log)
+        linears = len(ours(model, LINEAR))
+        stage.summary = (
+            f"recipe {plan.recipe.name}: {before:,} → {len(model.graph):,} nodes, {linears:,} of them Linear"
+        )
     with log.stage("lower") as stage:
         lower_cpu(
             model,
@@ -181,6 +203,12 @@ def lower(plan: Plan, choices: TuningChoices, model: ir.Model, log: BuildLog) ->
         stage.summary = (
             f"{plan.precision.kv_dtype} KV blocks of {choices.block_size} tokens, {block_bytes:,} bytes over all layers"
         )
+    return placed
+
+
+def _detail(passes: Iterable[PassReport], log: BuildLog) -> None:
+    for report in passes:
+        log.detail(f"{report.name}: {report.matched:,} matched, {report.before:,} → {report.after:,} nodes")
 
 
 def compile_engine(checkpoint: Checkpoint, fused: Fused, directory: Path, log: BuildLog) -> Compiled:
@@ -218,10 +246,8 @@ def verify_engine(
             ) as engine,
             log.bar("comparing with the reference", len(case.passages) + len(case.prompts)) as advance,
         ):
-            comparison, greedy_match = measure(
-                case, engine, torch_reference(checkpoint.model), limits=limits, advance=advance
-            )
-        report = judge(comparison, greedy_match, plan.recipe.tolerance_for(plan.precision.kv_dtype))
+            measured = measure(case, engine, torch_reference(checkpoint.model), limits=limits, advance=advance)
+        report = judge(measured, plan.recipe.tolerance_for(plan.precision.kv_dtype))
         stage.summary = describe_parity(report)
         if not options.allow_unverified:
             require_verified(report.parity, plan.recipe.name, plan.precision.kv_dtype)
@@ -253,7 +279,8 @@ def describe_parity(report: ParityReport) -> str:
     return (
         f"mean KL {p.mean_kl:.3g} (at most {p.tolerance_mean_kl:g}), max {p.max_kl:.3g}, top-1 {p.top1_agreement:.1%} "
         f"(at least {p.tolerance_top1:.0%}), perplexity {p.perplexity:.3f} (reference {p.reference_perplexity:.3f}) "
-        f"over {p.num_tokens} tokens; greedy {p.greedy_match:.0%}"
+        f"over {p.num_tokens} tokens; greedy {p.greedy_match:.0%}; "
+        + ", ".join(f"{kind} {step.mean_kl:.3g} {step.top1_agreement:.1%}" for kind, step in p.by_step.items())
     )
 
 

@@ -7,8 +7,6 @@ from castline import __version__
 from castline.builder.autotune import TuningChoices
 from castline.builder.options import BuildOptions
 from castline.builder.recipes import Recipe
-from castline.builder.recipes import recipe as find_recipe
-from castline.builder.tensorrt.recipes import gpu_recipe
 from castline.builder.tool_versions import tool_versions
 from castline.engines.bundle import MODEL_NAME_RULE, is_model_name
 from castline.engines.capacity import kv_block_bytes
@@ -38,16 +36,16 @@ class Plan:
         return kv_block_bytes(self.facts.num_kv_heads, self.facts.head_dim, block_size, self.precision.kv_dtype)
 
 
-def make_plan(options: BuildOptions, facts: ModelFacts) -> Plan:
+def make_plan(options: BuildOptions, facts: ModelFacts, recipe: Recipe) -> Plan:
     """Raises BuildError where the model cannot give what was asked."""
     name = options.name or facts.name
     if not is_model_name(name):
         raise BuildError(f"the engine cannot be called {name!r}, as MODEL is: give a --name of {MODEL_NAME_RULE}")
     return Plan(
         options=options,
-        recipe=find_recipe(options.recipe) if options.target == "cpu" else gpu_recipe(options.recipe),
+        recipe=recipe,
         facts=replace(facts, name=name),
-        precision=Precision(options.recipe, options.resolved_kv_dtype),
+        precision=Precision(recipe.name, options.resolved_kv_dtype),
         max_model_len=options.resolve_max_model_len(facts.max_position),
         host=detect_host(options.target),
     )

@@ -40,14 +40,19 @@ def check_disk(output: Path, facts: ModelFacts, recipe: Recipe) -> None:
 
 
 def engine_bytes(facts: ModelFacts, recipe: Recipe) -> int:
-    """Estimated size of a bundle: every parameter at the widest kernel that the recipe allows."""
-    widest = max((*recipe.layer_kernels, *recipe.head_kernels), key=_bytes_per_weight)
-    return int(facts.num_parameters * _bytes_per_weight(widest)) + DISK_MARGIN_BYTES
+    """Estimated size of a bundle: every parameter of a matmul at the widest kernel that the recipe allows, and in fp32
+    those that only an embedding reads."""
+    widest = max(map(_bytes_per_weight, (*recipe.layer_kernels, *recipe.head_kernels)))
+    lookup = facts.num_lookup_parameters
+    weights = widest * (facts.num_parameters - lookup) + 4 * lookup
+    return int(weights) + DISK_MARGIN_BYTES
 
 
 def _bytes_per_weight(kernel: MatmulKernel) -> float:
-    if kernel.block == 0:
+    if kernel.block == 0:  # fp32, or one scale a column
         return kernel.bits / 8
+    if kernel.format is not None:
+        return kernel.bits / 8 + 2 * (1 if kernel.symmetric else 2) / kernel.block
     zero_point = 0 if kernel.symmetric else kernel.bits / 8
     return kernel.bits / 8 + (4 + zero_point) / kernel.block
 

@@ -1,249 +1,66 @@
-"""Weight-only quantisation with ONNX Runtime's own operators.
+"""Stage quantize: every matmul with a constant weight gets the kernel that was chosen for its shape.
 
-``x @ W`` becomes ``MatMulNBits``: W in groups of *block* elements along K, a float scale each, unsigned integers of 8
-or 4 bits whose zero is the middle (symmetric kernels) or stored for each group. A tied embedding keeps one copy of its
-bytes: the head's MatMulNBits and the embedding's ``GatherBlockQuantized`` read the same place of the weights file.
-
-Weights are packed when the file is written, one tensor at a time. A float zero point would reproduce llama.cpp's
-Q4_1 grid (d, m) exactly, but MatMulNBits then expands W to fp32 at every call: 60 times slower at one token.
+castline::Linear takes in what surrounds its matmul (`castline.builder.linear_sites`); the others leave the graph around
+them as it is. What then is left of residual sums before RMSNorms becomes one node of ONNX Runtime's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
-from castline.builder.lower import SAME_BYTES_AS
-from castline.builder.passes.norms import MS
-from castline.builder.passes.walk import (
-    add_constant,
-    add_initializer,
-    attribute,
-    is_op,
-    is_weight,
-    make,
-    present,
-    replace,
-    sizes,
-    users,
-)
-from castline.builder.passes.weights import remove_dead_code
-from castline.builder.recipes import MatmulKernel
+from castline.builder.linear_nodes import replace_site
+from castline.builder.linear_sites import find_site, takes_rows
+from castline.builder.matmuls import Matmul, Shape, find_head, find_matmuls
+from castline.builder.nbits import replace_matmul
+from castline.builder.passes.norms import fuse_skip_norm
+from castline.builder.passes.pipeline import PassReport, run_pass
+from castline.builder.recipes import FALLBACK, MatmulKernel
 from castline.engines.errors import BuildError
+from castline.plugins.contract import DOMAIN, OPSET_VERSION
 
-Shape = tuple[int, int]
-"""(K, N)."""
+Choices = Mapping[Shape, MatmulKernel]
 
 
 def matmul_shapes(model: ir.Model) -> dict[Shape, bool]:
     """Every shape of a matmul with a constant weight, and whether it is the output head's."""
-    matmuls = _matmuls(model)
-    head = _head(model)
-    shapes = {_shape(node): False for node in matmuls}
-    if head in matmuls:
-        shapes[_shape(head)] = True
+    head = find_head(model)
+    shapes: dict[Shape, bool] = {}
+    for matmul in find_matmuls(model):
+        shapes[matmul.shape] = shapes.get(matmul.shape, False) or matmul.node is head
     return shapes
 
 
-def quantize(model: ir.Model, choices: Mapping[Shape, MatmulKernel]) -> int:
-    """Gives every matmul the kernel chosen for its shape, in place; the count is of matmuls quantised.
-
-    Raises BuildError for a shape without a choice.
-    """
-    done = 0
-    for node in _matmuls(model):
-        kernel = choices.get(_shape(node))
-        if kernel is None:
-            raise BuildError(f"quantize: no kernel was chosen for the matmul {_shape(node)[0]} x {_shape(node)[1]}")
-        if kernel.bits < 32:
-            _quantize_node(model, node, kernel)
-            done += 1
-    if done:
-        model.opset_imports.setdefault(MS, 1)
-        remove_dead_code(model)
-    return done
-
-
-def _matmuls(model: ir.Model) -> list[ir.Node]:
-    return [
-        node
-        for node in model.graph
-        if (is_op(node, "MatMul") or (is_op(node, "Gemm") and attribute(node, "transB") == 1 and len(node.inputs) == 2))
-        and is_weight(node.inputs[1])
-        and len(_tensor(node).shape) == 2
-    ]
-
-
-def _tensor(node: ir.Node) -> ir.TensorProtocol:
-    tensor = present(node.inputs[1]).const_value
-    assert tensor is not None
-    return tensor
-
-
-def _shape(node: ir.Node) -> Shape:
-    rows, columns = sizes(_tensor(node))
-    return (columns, rows) if node.op_type == "Gemm" else (rows, columns)
-
-
-def _head(model: ir.Model) -> ir.Node | None:
-    """The matmul that the logits come from, with nothing but elementwise operators after it."""
-    value: ir.Value | None = model.graph.outputs[0]
-    while value is not None and (node := value.producer()) is not None:
-        if node.op_type in ("MatMul", "Gemm"):
-            return node
-        value = node.inputs[0]
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """W [N, K] in groups along K. Groups past K are padded with zeros."""
-
-    values: NDArray[np.uint8]
-    """[N, groups, block * bits / 8]; two 4-bit values a byte, the first in the low half."""
-    scales: NDArray[np.float32]
-    """[N, groups]"""
-    zero_points: NDArray[np.uint8]
-    """[N, groups], or [N, ceil(groups / 2)] packed as the values are."""
-
-
-def pack(weight: NDArray[np.float32], bits: int, block: int, *, symmetric: bool) -> Packed:
-    """Rounds W [N, K] to *bits* in groups of *block*: ``w ~ (value - zero_point) * scale``."""
-    n, k = weight.shape
-    groups = -(-k // block)
-    if groups * block != k:
-        weight = np.pad(weight, ((0, 0), (0, groups * block - k)))
-    w = np.ascontiguousarray(weight).reshape(n, groups, block)
-    top, middle = (1 << bits) - 1, 1 << (bits - 1)
-    if symmetric:
-        scales = _symmetric_scales(w, bits)
-        zeros = np.full((n, groups), middle, np.uint8)
-    else:
-        low, high = np.minimum(w.min(-1), 0), np.maximum(w.max(-1), 0)
-        scales = _nonzero((high - low) / top)
-        zeros = np.clip(np.rint(-low / scales), 0, top).astype(np.uint8)
-    values = np.rint(w / scales[..., None])
-    values += zeros[..., None]
-    packed = np.clip(values, 0, top, out=values).astype(np.uint8)
-    if bits == 4:
-        return Packed(_nibbles(packed), scales, _nibbles(zeros))
-    return Packed(packed, scales, zeros)
-
-
-def _symmetric_scales(w: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
-    """8 bits: the largest magnitude becomes ±127. 4 bits have one more negative level than positive ones, and the
-    largest magnitude takes it, whichever its sign (as llama.cpp's Q4_0)."""
-    if bits == 8:
-        return _nonzero(np.abs(w).max(-1) / 127)
-    index = np.abs(w).argmax(-1)[..., None]
-    return _nonzero(np.take_along_axis(w, index, -1)[..., 0] / -(1 << (bits - 1)))
-
-
-def _nonzero(scales: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    return np.where(scales == 0, 1, scales).astype(np.float32)
-
-
-def _nibbles(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Two 4-bit values a byte along the last axis."""
-    if values.shape[-1] % 2:
-        values = np.concatenate([values, np.zeros((*values.shape[:-1], 1), np.uint8)], -1)
-    packed: NDArray[np.uint8] = values[..., ::2] | (values[..., 1::2] << np.uint8(4))
-    return packed
-
-
-class _LazyPack:
-    """Packs one weight when one of its tensors is read; the last is kept, for its tensors are written in a row."""
-
-    def __init__(self, node: ir.Node, kernel: MatmulKernel) -> None:
-        self.tensor = _tensor(node)
-        self.by_rows = node.op_type == "Gemm"
-        self.kernel = kernel
-        self.k, self.n = _shape(node)
-        self.groups = -(-self.k // kernel.block)
-
-    def lazy(self, name: str, field: str, shape: tuple[int, ...], **metadata: str) -> ir.LazyTensor:
-        kind = ir.DataType.FLOAT if field == "scales" else ir.DataType.UINT8
-
-        def read() -> ir.TensorProtocol:
-            return ir.tensor(getattr(_packed(self), field).reshape(shape))
-
-        return ir.LazyTensor(read, kind, ir.Shape(shape), name=name, metadata_props=metadata)
-
-    @property
-    def group_bytes(self) -> int:
-        return self.kernel.block * self.kernel.bits // 8
-
-    @property
-    def zero_bytes(self) -> int:
-        return self.groups if self.kernel.bits == 8 else -(-self.groups // 2)
-
-
-@lru_cache(maxsize=1)
-def _packed(source: _LazyPack) -> Packed:
-    weight = source.tensor.numpy()
-    rows = weight if source.by_rows else weight.T
-    kernel = source.kernel
-    return pack(rows, kernel.bits, kernel.block, symmetric=kernel.symmetric)
-
-
-def _quantize_node(model: ir.Model, node: ir.Node, kernel: MatmulKernel) -> None:
-    source = _LazyPack(node, kernel)
-    weight = present(node.inputs[1])
-    base = f"{str(weight.name).removesuffix('.T')}.q{kernel.bits}"
-    values = add_initializer(model, base, source.lazy(base, "values", (source.n, source.groups, source.group_bytes)))
-    operands = [values, _operand(model, source, f"{base}.scales", "scales", source.groups)]
-    if not kernel.symmetric:
-        operands.append(_operand(model, source, f"{base}.zero_points", "zero_points", source.zero_bytes))
-    matmul = make(
-        "MatMulNBits",
-        [node.inputs[0], *operands],
-        domain=MS,
-        like=node.outputs[0],
-        K=source.k,
-        N=source.n,
-        bits=kernel.bits,
-        block_size=kernel.block,
-        accuracy_level=kernel.accuracy_level,
+def quantize(model: ir.Model, choices: Choices) -> tuple[PassReport, ...]:
+    """Puts the chosen kernels in, in place; what each step did. Raises BuildError for a shape without a choice."""
+    kernels = {matmul: _kernel(matmul, choices) for matmul in find_matmuls(model)}
+    linears = {matmul: kernel for matmul, kernel in kernels.items() if kernel.is_linear}
+    nbits = {matmul: kernel for matmul, kernel in kernels.items() if not kernel.is_linear and kernel.bits < 32}
+    return (
+        run_pass(model, "matmuls and what surrounds them as Linear", lambda model: put_linears(model, linears)),
+        run_pass(model, "matmuls as MatMulNBits", lambda model: put_nbits(model, nbits)),
+        run_pass(model, "residual + RMSNorm", fuse_skip_norm),
     )
-    model.graph.insert_before(node, matmul)
-    replace(node.outputs[0], matmul.outputs[0])
-    model.graph.remove(node, safe=True)
-    for user in users(weight):
-        if is_op(user, "Gather") and user.inputs[0] is weight:
-            _share_embedding(model, user, source, operands)
 
 
-def _operand(model: ir.Model, source: _LazyPack, name: str, field: str, width: int) -> ir.Value:
-    return add_initializer(model, name, source.lazy(name, field, (source.n, width)))
+def _kernel(matmul: Matmul, choices: Choices) -> MatmulKernel:
+    kernel = choices.get(matmul.shape)
+    if kernel is None:
+        k, n = matmul.shape
+        raise BuildError(f"quantize: no kernel was chosen for the matmul {k} x {n}")
+    return kernel if not kernel.is_linear or takes_rows(matmul) else FALLBACK
 
 
-def _share_embedding(model: ir.Model, gather: ir.Node, source: _LazyPack, operands: list[ir.Value]) -> None:
-    """Reads the rows of a tied embedding from the head's bytes, as [N, groups * bytes of a group]."""
-    values = operands[0]
-    name = f"{values.name}.rows"
-    shape = (source.n, source.groups * source.group_bytes)
-    rows = add_initializer(model, name, source.lazy(name, "values", shape, **{SAME_BYTES_AS: str(values.name)}))
-    lookup = make(
-        "GatherBlockQuantized",
-        [rows, gather.inputs[1], *operands[1:]],
-        domain=MS,
-        like=gather.outputs[0],
-        bits=source.kernel.bits,
-        block_size=source.kernel.block,
-        gather_axis=0,
-        quantize_axis=1,
-    )
-    model.graph.insert_before(gather, lookup)
-    found = lookup.outputs[0]
-    if source.groups * source.kernel.block != source.k:
-        bounds = [add_constant(model, f"slice.{i}", np.array([i])) for i in (0, source.k, -1)]
-        unpadded = make("Slice", [found, *bounds], like=gather.outputs[0])
-        model.graph.insert_before(gather, unpadded)
-        found.shape = None
-        found = unpadded.outputs[0]
-    replace(gather.outputs[0], found)
-    model.graph.remove(gather, safe=True)
+def put_linears(model: ir.Model, kernels: Mapping[Matmul, MatmulKernel]) -> int:
+    """The count is of matmuls."""
+    nodes = {matmul.node for matmul in kernels}
+    for matmul, kernel in kernels.items():
+        replace_site(model, find_site(matmul, nodes), kernel)
+        model.opset_imports[DOMAIN] = OPSET_VERSION
+    return len(kernels)
+
+
+def put_nbits(model: ir.Model, kernels: Mapping[Matmul, MatmulKernel]) -> int:
+    """The count is of matmuls."""
+    for matmul, kernel in kernels.items():
+        replace_matmul(model, matmul, kernel)
+    return len(kernels)

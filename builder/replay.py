@@ -15,6 +15,8 @@ from castline.plugins.contract import StepTensors
 
 CHUNK_SIZES = (7, 1, 33, 16, 1, 64, 3, 48)
 """Tokens that a sequence is fed, step after step; each sequence starts at another place of the cycle."""
+DECODE = (1,)
+"""Chunk sizes of sequences that only decode."""
 
 
 @dataclass(slots=True)
@@ -52,14 +54,16 @@ def blocks_needed(sequences: Sequence[Sequence[int]], block_size: int, reserve: 
     return sum(blocks_for(len(tokens) + reserve, block_size) for tokens in sequences)
 
 
-def replay(tracks: Sequence[Track], limits: Limits) -> Iterator[tuple[StepTensors, list[Rows]]]:
+def replay(
+    tracks: Sequence[Track], limits: Limits, chunk_sizes: Sequence[int] = CHUNK_SIZES
+) -> Iterator[tuple[StepTensors, list[Rows]]]:
     """Steps that feed every track to its end, all logits wanted; within the engine's limits on a step."""
     turn = 0
     while any(track.num_computed < len(track.tokens) for track in tracks):
         rows: list[Rows] = []
         budget = limits.max_num_batched_tokens
         for index, track in enumerate(tracks):
-            size = CHUNK_SIZES[(turn + 3 * index) % len(CHUNK_SIZES)]
+            size = chunk_sizes[(turn + 3 * index) % len(chunk_sizes)]
             size = min(size, len(track.tokens) - track.num_computed, budget)
             if size and len(rows) < limits.max_num_seqs:
                 rows.append(Rows(index, track.num_computed, track.num_computed + size))

@@ -55,16 +55,20 @@ def timing_rows(manifest: Manifest) -> list[TimingRow]:
     rows: list[TimingRow] = []
     for name, times in manifest.tuning.timings_us.items():
         thing, _, step = name.partition(", ")
-        chosen = _choice(manifest, thing)
+        chosen = _choice(manifest, thing, step)
         rows.append((thing, step, [(candidate, us, candidate == chosen) for candidate, us in times.items()]))
     return rows
 
 
-def _choice(manifest: Manifest, thing: str) -> str:
-    kind, _, what = thing.partition(" ")
-    if kind == "threads":
-        return str(manifest.tuning.num_threads)
-    return manifest.tuning.matmul[what] if kind == "matmul" else str(manifest.tuning.attention[what])
+def _choice(manifest: Manifest, thing: str, step: str) -> str:
+    tuning = manifest.tuning
+    kind, _, what = thing.rpartition(" ")
+    if kind == "matmul":
+        return tuning.matmul[what]
+    if kind == "wide rows":
+        first = tuning.wide_rows.get(what, -1)
+        return "wide" if 0 < first <= int(step) else "narrow"
+    return str(tuning.attention[what]) if kind == "attention" else str(tuning.num_threads)
 
 
 def _operators(operators: Mapping[str, tuple[int, int]]) -> list[tuple[str, int, int]]:

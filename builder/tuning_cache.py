@@ -19,7 +19,8 @@ import msgspec
 from castline.engines.errors import BuildError
 from castline.engines.manifest import Host
 
-CACHE_SCHEMA = 1
+CACHE_SCHEMA = 2
+"""Of the entries, and of how a case is timed."""
 
 CaseValue = str | int | float
 

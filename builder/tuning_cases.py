@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from castline.builder.linear_sites import NO_SURROUNDINGS, Surroundings
 from castline.builder.recipes import MatmulKernel
 from castline.plugins.contract import AttentionAttributes
 
@@ -13,16 +14,20 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class MatmulCase:
-    """``x [rows, k] @ W [k, n]`` by one kernel on *threads* threads."""
+    """``x [rows, k] @ W [k, n]`` by one kernel on *threads* threads, with what surrounds it in the model: inside a
+    Linear node, or as nodes of their own around another kernel."""
 
     k: int
     n: int
     kernel: MatmulKernel
     rows: int
     threads: int
+    around: Surroundings = NO_SURROUNDINGS
 
     def describe(self) -> Mapping[str, str | int | float]:
-        return {"k": self.k, "n": self.n, "rows": self.rows, "threads": self.threads, **asdict(self.kernel)}
+        kernel = {name: value for name, value in asdict(self.kernel).items() if value is not None}
+        size = {"k": self.k, "n": self.n, "rows": self.rows, "threads": self.threads}
+        return {**size, **kernel, **asdict(self.around)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """Parity of an engine with the transformers model in fp32: the gate before a bundle is called verified.
 
 The engine reads the shipped text through its paged pool (chunked, interleaved, scattered blocks) with its own tokens
-forced; the reference reads each passage in one pass with its ordinary attention. Both see the same context at every
-position, so the divergence is what the recipe and the kernels cost, and nothing else.
+forced, once in steps of many tokens and once in steps of few, which run different kernels; the reference reads each
+passage in one pass with its ordinary attention. Both see the same context at every position, so the divergence is what
+the recipe and the kernels cost, and nothing else.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Protocol
 
@@ -15,15 +16,18 @@ from numpy.typing import NDArray
 
 from castline.builder.parity import Comparison
 from castline.builder.recipes import Tolerance
-from castline.builder.replay import Rows, Track, blocks_needed, make_tracks, replay, step_of
+from castline.builder.replay import DECODE, Rows, Track, blocks_needed, make_tracks, replay, step_of
 from castline.engines.errors import BuildError
-from castline.engines.manifest import Limits, Parity
+from castline.engines.manifest import Limits, Parity, StepParity
 from castline.plugins.contract import StepTensors
 
 PASSAGE_SEPARATOR = "\n%%\n"
 MAX_PASSAGE_TOKENS = 400
 """Of a passage; keeps tokenizers of bytes from making the text five times as long."""
 GREEDY_TOKENS = 32
+DECODE_ROWS = 4
+"""Sequences of a decode step: few enough for the kernels that serve a single user."""
+PREFILL, DECODING = "prefill", "decode"
 
 
 class Engine(Protocol):
@@ -52,6 +56,14 @@ class VerifyCase:
         """Blocks that the larger of the two runs needs."""
         prompts = blocks_needed(self.prompts, block_size, reserve=self.greedy_tokens)
         return max(blocks_needed(self.passages, block_size), prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A comparison for each kind of step, and the share of greedy tokens that match."""
+
+    comparisons: Mapping[str, Comparison]
+    greedy_match: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +104,27 @@ def measure(
     reference: Reference,
     limits: Limits,
     advance: Callable[[], None] = lambda: None,
-) -> tuple[Comparison, float]:
-    """Comparison over the passages, and the share of greedy tokens that match; *advance* after each sequence."""
+) -> Measured:
+    """Compares over the passages, in steps of either kind, and over the prompts; *advance* after each sequence."""
     expected = []
     for passage in case.passages:
         expected.append(reference(passage))
         advance()
+    few_rows = replace(limits, max_num_seqs=min(DECODE_ROWS, limits.max_num_seqs))
+    prefill = _compare(case, engine, expected, replay(make_tracks(case.passages, limits.block_size), limits))
+    decode = _compare(case, engine, expected, replay(make_tracks(case.passages, limits.block_size), few_rows, DECODE))
+    del expected
+    return Measured({PREFILL: prefill, DECODING: decode}, _greedy_match(case, engine, reference, limits, advance))
+
+
+def _compare(
+    case: VerifyCase,
+    engine: Engine,
+    expected: Sequence[NDArray[np.float32]],
+    steps: Iterable[tuple[StepTensors, Sequence[Rows]]],
+) -> Comparison:
     comparison = Comparison()
-    tracks = make_tracks(case.passages, limits.block_size)
-    for tensors, rows in replay(tracks, limits):
+    for tensors, rows in steps:
         logits = engine.step(tensors)
         first = 0
         for row in rows:
@@ -108,26 +132,39 @@ def measure(
             targets = _targets(case.passages[row.sequence], row)
             comparison.add(expected[row.sequence][row.start : row.stop], logits[first : first + size], targets)
             first += size
-    del expected
-    return comparison, _greedy_match(case, engine, reference, limits, advance)
+    return comparison
 
 
-def judge(comparison: Comparison, greedy_match: float, tolerance: Tolerance) -> ParityReport:
-    """The figures against the recipe's tolerance; ``verified`` only where both are held."""
-    within = comparison.mean_kl <= tolerance.mean_kl and comparison.top1_agreement >= tolerance.top1
+def judge(measured: Measured, tolerance: Tolerance) -> ParityReport:
+    """The figures of the worse kind of step against the recipe's tolerance; ``verified`` only where both are held."""
+
+    def within(comparison: Comparison) -> bool:
+        return comparison.mean_kl <= tolerance.mean_kl and comparison.top1_agreement >= tolerance.top1
+
+    worse = max(measured.comparisons.values(), key=lambda comparison: (not within(comparison), comparison.mean_kl))
     parity = Parity(
-        verified=within,
-        num_tokens=comparison.num_tokens,
+        verified=within(worse),
+        num_tokens=worse.num_tokens,
+        mean_kl=_finite(worse.mean_kl),
+        max_kl=_finite(worse.max_kl),
+        top1_agreement=worse.top1_agreement,
+        perplexity=_finite(worse.perplexity),
+        reference_perplexity=_finite(worse.reference_perplexity),
+        tolerance_mean_kl=tolerance.mean_kl,
+        tolerance_top1=tolerance.top1,
+        greedy_match=measured.greedy_match,
+        by_step={kind: _step_parity(comparison) for kind, comparison in measured.comparisons.items()},
+    )
+    return ParityReport(parity, tuple(map(_finite, worse.kl)))
+
+
+def _step_parity(comparison: Comparison) -> StepParity:
+    return StepParity(
         mean_kl=_finite(comparison.mean_kl),
         max_kl=_finite(comparison.max_kl),
         top1_agreement=comparison.top1_agreement,
         perplexity=_finite(comparison.perplexity),
-        reference_perplexity=_finite(comparison.reference_perplexity),
-        tolerance_mean_kl=tolerance.mean_kl,
-        tolerance_top1=tolerance.top1,
-        greedy_match=greedy_match,
     )
-    return ParityReport(parity, tuple(map(_finite, comparison.kl)))
 
 
 def require_verified(parity: Parity, recipe: str, kv_dtype: str) -> None:

@@ -12,6 +12,7 @@ COMMANDS = {
     "build": "Compile a model into a static engine.",
     "plan": "Say what of a model fits on a GPU, and how fast it can be at most.",
     "run": "Serve an engine over gRPC and HTTP.",
+    "profile": "Show where the time of a step goes.",
     "bench": "Load an OpenAI-compatible server and plot what it does.",
     "inspect": "Print what is inside an engine bundle.",
 }

@@ -7,13 +7,13 @@ from typing import Any
 import click
 import msgspec
 
-from castline.builder.recipes import RECIPES
+from castline.builder.recipes import RECIPE_CHOICES
 from castline.engines.build_recipe import BuildRecipe, read_build_recipe
 from castline.engines.errors import EngineError
 from castline.engines.precision import GPU_WEIGHTS
 from castline.engines.sku import HOST_SKU, Sku, load_sku
 
-WEIGHT_RECIPES = (*RECIPES, *(name for name in GPU_WEIGHTS if name not in RECIPES))
+WEIGHT_RECIPES = (*RECIPE_CHOICES, *(name for name in GPU_WEIGHTS if name not in RECIPE_CHOICES))
 """For the cpu target, then for GPUs."""
 
 

@@ -12,7 +12,7 @@ from castline.builder.model_shape import CONFIG_NAME, read_shape
 from castline.builder.model_source import DEMO
 from castline.builder.options import AUTO_KV_DTYPE, CPU_KV_DTYPES, DEFAULT_BLOCK_SIZE, MAX_MODEL_LEN_CAP, BuildOptions
 from castline.builder.preflight import engine_bytes
-from castline.builder.recipes import DEFAULT_RECIPE
+from castline.builder.recipes import AUTO_RECIPE, DEFAULT_RECIPE
 from castline.builder.recipes import recipe as find_recipe
 from castline.engines.bundle import find_bundle
 from castline.engines.capacity import blocks_for
@@ -125,6 +125,8 @@ def engine_of_model(model: str, sku: Sku | None, options: Mapping[str, Any], ask
     if sku is None:
         if kv_dtype not in CPU_KV_DTYPES:
             raise EngineError(f"--kv-dtype {kv_dtype} is for GPUs; on a cpu choose {', '.join(CPU_KV_DTYPES)}")
+        if recipe == AUTO_RECIPE:  # which it is, the weights say; int8 is the larger
+            recipe = "int8"
         size = engine_bytes(shape.facts, find_recipe(recipe))
     else:
         check_precision(sku, recipe, kv_dtype)

@@ -73,8 +73,9 @@ def check_complete(manifest: Manifest) -> None:
     gpu = manifest.host.gpu
     command = manifest.rebuild_command.replace(" --kernels-only", "")
     raise EngineError(
-        f"the engine of {manifest.model.name} has no plan: it was built with --kernels-only. Build it whole, on a machine "
-        f"with {INSTALL[manifest.host.target]!r} and, for TensorRT, {f'a {gpu.sku}' if gpu else 'its GPU'}: {command}"
+        f"the engine of {manifest.model.name} has no plan: it was built with --kernels-only. Build it whole, on a "
+        f"machine with {INSTALL[manifest.host.target]!r} and, for TensorRT, {f'a {gpu.sku}' if gpu else 'its GPU'}: "
+        f"{command}"
     )
 
 

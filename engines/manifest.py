@@ -99,6 +99,19 @@ class Tuning:
     """Attention attributes chosen: ``query_tile``, ``kv_split``."""
     timings_us: dict[str, dict[str, float]] = field(default_factory=dict)
     """For each thing tuned: microseconds of every candidate, by name."""
+    wide_rows: dict[str, int] = field(default_factory=dict)
+    """For each matmul shape that a Linear node computes: rows of a step from which its wide kernels are used; 0 leaves
+    it to the operator, -1 means never."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParity:
+    """Distance of steps of one kind to the reference."""
+
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+    perplexity: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +129,9 @@ class Parity:
     tolerance_top1: float
     greedy_match: float
     """Share of greedily continued tokens that equal the reference's, over the fixed prompts."""
+    by_step: dict[str, StepParity] = field(default_factory=dict)
+    """The figures of steps of many tokens (``prefill``) and of few (``decode``) apart, for they run different kernels;
+    the fields above are those of the worse."""
     subject: Literal["engine", "graph"] = "engine"
     """What was run: the engine itself, or the graph that it was built from, by ONNX Runtime, where no such GPU was."""
 

@@ -140,7 +140,9 @@ class AttentionAttributes:
 
     Shapes, slots, lengths and the block ids that are read are checked: a wrong one is an error that names the tensor.
     query_tile and kv_split change the time of a step and nothing else: a row's result depends, to the bit, on its own
-    query and keys alone.
+    query and keys alone, whichever kernels compute it. Queries, and the weights that multiply V, are float32, or with
+    int8 pools integers of 16 bits. The cpu target's matrix instructions (CASTLINE_ISA amx) take both with 16 bits of
+    mantissa for bf16 pools, and rounded to bf16 for fp8 pools, whose own steps are 16 times as coarse.
 
     RoPE, half style (rope_interleaved = 0), r = rotary_dim / 2: ``out[i] = x[i] cos[i] - x[i + r] sin[i]`` and
     ``out[i + r] = x[i + r] cos[i] + x[i] sin[i]``; interleaved: the pair is (x[2i], x[2i + 1]).

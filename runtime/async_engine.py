@@ -23,15 +23,19 @@ from castline.runtime.output_processor import OutputProcessor
 from castline.runtime.request import Request
 from castline.runtime.resolve import resolve_params
 from castline.runtime.sampling_params import SamplingParams
+from castline.runtime.step_profile import ProfileOptions
 from castline.runtime.tokenizer import Tokenizer, load_tokenizer
 from castline.runtime.validation import validate_prompt
-from castline.runtime.wire import Abort, Add, Command, Failed, Load, Ready, Report, StepDone, Stop, encode
+from castline.runtime.wire import Abort, Add, Command, Failed, Profile, Ready, Report, StepDone, Stop
 
 LONG_TEXT_CHARS: Final = 4096
 """Longer prompts are encoded in a thread: a megabyte takes about a second, and other requests stream meanwhile."""
 
 STOP_GRACE_S: Final = 0.5
 """What a step in flight may take to end after Stop; then the engine process, which has nothing to save, is killed."""
+
+PROFILE_GRACE_S: Final = 30.0
+"""What an engine may take to end that has a profile to write."""
 
 STALL_AFTER_S: Final = 30.0
 
@@ -55,6 +59,7 @@ class AsyncEngine:
         self.limits = limits
         self.tokenizer = tokenizer
         self._stall_after_s = stall_after_s
+        self._stop_grace_s = STOP_GRACE_S
         self._clock = clock
         self._live: dict[str, LiveRequest] = {}
         self._processor = OutputProcessor(tokenizer)
@@ -70,18 +75,28 @@ class AsyncEngine:
         self._failure: str | None = None
 
     @classmethod
-    async def start(cls, plan: EnginePlan, *, stall_after_s: float = STALL_AFTER_S) -> "AsyncEngine":
-        """Loads and warms up the engine of *plan* in a process of its own; ready on return. Raises EngineError."""
-        process, connection = EngineProcess.spawn()
+    async def start(
+        cls,
+        plan: EnginePlan,
+        *,
+        stall_after_s: float = STALL_AFTER_S,
+        profile: ProfileOptions | None = None,
+        loading: tuple[EngineProcess, socket.socket] | None = None,
+    ) -> "AsyncEngine":
+        """Loads and warms up the engine of *plan* in a process of its own; ready on return. Raises EngineError.
+
+        *loading* is that process where `EngineProcess.load` has started it before, with the same *profile*.
+        """
+        process, connection = loading or EngineProcess.load(plan, profile)
         try:
-            load = Load(str(plan.bundle), plan.limits, plan.num_threads)
-            connection.sendall(encode(load))  # the engine loads while the tokenizer does
             tokenizer = await asyncio.to_thread(load_tokenizer, plan.bundle)
         except BaseException:
             connection.close()
             process.kill()
             raise
         engine = cls(plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s)
+        if profile is not None:
+            engine._stop_grace_s = PROFILE_GRACE_S
         await engine.connect(connection, process)
         return engine
 
@@ -144,6 +159,10 @@ class AsyncEngine:
     def stats(self) -> Stats:
         return self._stats
 
+    def start_profile(self) -> None:
+        """Ends the recording that runs, if any, and begins the next; only for an engine started with *profile*."""
+        self._send(Profile())
+
     async def drain(self, timeout_s: float) -> None:
         try:
             await self._drain(timeout_s)
@@ -167,7 +186,7 @@ class AsyncEngine:
         self._stopping = True
         self._send(Stop())
         if self._process is not None:
-            await self._process.stop(STOP_GRACE_S)
+            await self._process.stop(self._stop_grace_s)
         self._close_link()
 
     def on_report(self, report: Report) -> None:

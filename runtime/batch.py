@@ -21,20 +21,51 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Row ``first_row + i`` of the logits says what comes after guess ``i`` of a sequence."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     tensors: StepTensors
     sample_seq_ids: tuple[int, ...]
-    """Sequences that get a token, in the order of the plan."""
-    sample_rows: NDArray[np.int64] | None
-    """The row of logits of each of them; None when it is every row, in order."""
+    """Sequences that get a token, in the order of the plan: the first rows of the logits are theirs, one each."""
+    draft_rows: tuple[DraftRows, ...]
+    """Of those that guess."""
     prompt_rows: tuple[PromptRows, ...]
-
-    def rows_to_sample(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        return logits if self.sample_rows is None else logits[self.sample_rows]
 
 
 def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     """Packs *plan*, which schedules at least one sequence, with no padding of tokens."""
+    if all(len(part.token_ids) == 1 and part.samples and not part.all_logits for part in plan.scheduled):
+        return _pack_decodes(plan.scheduled, block_size)
+    return pack(plan, block_size)
+
+
+def _pack_decodes(parts: tuple[ScheduledSequence, ...], block_size: int) -> StepBatch:
+    """As `pack`, where every sequence has one token and samples: most steps, and each array operation counts then."""
+    count = len(parts)
+    starts = [part.start for part in parts]
+    blocks = [part.block_ids[part.start // block_size] for part in parts]
+    ordinals = np.arange(count + 1)
+    tensors = StepTensors(
+        input_ids=np.array([part.token_ids[0] for part in parts], np.int64),
+        positions=np.array(starts, np.int64),
+        slot_mapping=np.array([b * block_size + s % block_size for b, s in zip(blocks, starts, strict=True)], np.int32),
+        cu_query_lens=ordinals.astype(np.int32),
+        kv_lens=np.array([start + 1 for start in starts], np.int32),
+        block_table=_block_table(parts),
+        logits_indices=ordinals[:count],
+    )
+    return StepBatch(tensors, tuple([part.seq_id for part in parts]), (), ())
+
+
+def pack(plan: StepPlan, block_size: int) -> StepBatch:
+    """Any plan."""
     parts = plan.scheduled
     count = len(parts)
     lens = np.fromiter((len(part.token_ids) for part in parts), np.int32, count)
@@ -46,7 +77,7 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     positions = np.arange(total, dtype=np.int64) + (starts - cu_query_lens[:-1])[owner]
     block_table = _block_table(parts)
     slots = block_table[owner, positions // block_size] * block_size + positions % block_size
-    logits_indices, sample_rows, prompt_rows = _logits_rows(parts, cu_query_lens.tolist())
+    logits_indices, draft_rows, prompt_rows = _logits_rows(parts, cu_query_lens.tolist())
     tensors = StepTensors(
         input_ids=np.fromiter(chain.from_iterable(part.token_ids for part in parts), np.int64, total),
         positions=positions,
@@ -59,34 +90,41 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     return StepBatch(
         tensors=tensors,
         sample_seq_ids=tuple(part.seq_id for part in parts if part.samples),
-        sample_rows=None if len(sample_rows) == len(logits_indices) else np.array(sample_rows, np.int64),
-        prompt_rows=tuple(prompt_rows),
+        draft_rows=draft_rows,
+        prompt_rows=prompt_rows,
     )
 
 
 def _block_table(parts: tuple[ScheduledSequence, ...]) -> NDArray[np.int32]:
     """[B, M]; rows are filled up with block 0, which is never read there."""
-    lens = np.fromiter((len(part.block_ids) for part in parts), np.int64, len(parts))
-    table = np.zeros((len(parts), int(lens.max())), np.int32)
-    blocks = np.fromiter(chain.from_iterable(part.block_ids for part in parts), np.int32, int(lens.sum()))
-    table[np.arange(table.shape[1]) < lens[:, None]] = blocks
+    lens = [len(part.block_ids) for part in parts]
+    width = max(lens)
+    blocks = np.fromiter(chain.from_iterable([part.block_ids for part in parts]), np.int32, sum(lens))
+    if min(lens) == width:
+        return blocks.reshape(len(parts), width)
+    table = np.zeros((len(parts), width), np.int32)
+    table[np.arange(width) < np.array(lens)[:, None]] = blocks
     return table
 
 
 def _logits_rows(
     parts: tuple[ScheduledSequence, ...], first_token: list[int]
-) -> tuple[list[int], list[int], list[PromptRows]]:
-    """Packed tokens whose logits are wanted, which of these rows are sampled from, and which belong to prompts."""
-    indices: list[int] = []
-    sample_rows: list[int] = []
+) -> tuple[list[int], tuple[DraftRows, ...], tuple[PromptRows, ...]]:
+    """Packed tokens whose logits are wanted: to sample one token each, to check guesses, of prompts, in this order.
+
+    So what is sampled is one piece of memory, whatever else a step has. The last token of a prompt may come twice.
+    """
+    ends = first_token[1:]
+    indices = [end - 1 - part.num_drafts for part, end in zip(parts, ends, strict=True) if part.samples]
+    draft_rows: list[DraftRows] = []
     prompt_rows: list[PromptRows] = []
-    for number, part in enumerate(parts):
-        begin, end = first_token[number], first_token[number + 1]
+    for part, end in zip(parts, ends, strict=True):
+        if part.num_drafts:
+            draft_rows.append(DraftRows(part.seq_id, part.token_ids[-part.num_drafts :], len(indices)))
+            indices.extend(range(end - part.num_drafts, end))
+    for part, end in zip(parts, ends, strict=True):
         if part.all_logits:
-            prompt_rows.append(PromptRows(part.seq_id, part.start, len(indices), end - begin))
-            indices.extend(range(begin, end))
-        elif part.samples:
-            indices.append(end - 1)
-        if part.samples:
-            sample_rows.append(len(indices) - 1)
-    return indices, sample_rows, prompt_rows
+            count = len(part.token_ids)
+            prompt_rows.append(PromptRows(part.seq_id, part.start, len(indices), count))
+            indices.extend(range(end - count, end))
+    return indices, tuple(draft_rows), tuple(prompt_rows)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from castline.engines.manifest import Manifest
 from castline.runtime.events import FinishReason, TokenLogprobs
 from castline.runtime.sampling_params import SamplingParams
@@ -26,6 +28,8 @@ class EffectiveLimits:
     """Sequences of max_model_len that fit the pool at once."""
     max_waiting: int = 4096
     """Requests that may wait; one more is refused with OVERLOADED."""
+    max_drafts: int = 0
+    """Tokens guessed ahead for one sequence in a step (prompt lookup); 0 is no speculation."""
 
 
 class Phase(StrEnum):
@@ -66,6 +70,10 @@ class Stats:
     """Prompt tokens found."""
     preemptions: int = 0
     steps: int = 0
+    spec_drafted_tokens: int = 0
+    """Tokens guessed ahead and put to the model."""
+    spec_accepted_tokens: int = 0
+    """Those of them that the model chose too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +83,11 @@ class PromptInfo:
     prompt_token_ids: tuple[int, ...]
     cached_tokens: int
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    queue_s: float = 0.0
+    """Seconds from the request's arrival to the first step that computed some of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True):
     """New text of one continuation. The text of all outputs of an index, joined, is the full text.
 
     A non-final text never ends inside a character. ``token_ids`` are the tokens generated since the last output; their

@@ -1,13 +1,14 @@
 """The engine core: token ids in, events out, one step at a time, no threads.
 
 A step is a transaction. If it fails, the scheduler rolls it back and the sequences in it become suspects: the next
-steps run nothing but suspects, half of the failed set at a time, down to single ones. A sequence that fails alone ends
-with FinishReason.ERROR; the others go on with the tokens that they would have had anyway. So a request that breaks a
-step costs its neighbours about 2 log2(batch) short steps, and a batch that fails only as a whole (memory) ends nobody.
+steps run nothing but suspects, without guesses, half of the failed set at a time, down to single ones. A sequence that
+fails alone ends with FinishReason.ERROR; the others go on with the tokens that they would have had anyway. So a request
+that breaks a step costs its neighbours about 2 log2(batch) short steps, and a batch that fails only as a whole (memory)
+ends nobody.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from time import monotonic
 from typing import Any
 
@@ -15,22 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from castline.engines.errors import ErrorCode, RequestError
+from castline.plugins.contract import StepTensors
 from castline.runtime.admission import validate_fits
-from castline.runtime.batch import PromptRows, StepBatch, build_batch
+from castline.runtime.batch import PromptRows, build_batch
 from castline.runtime.client import EffectiveLimits, Stats
 from castline.runtime.events import Finish, FinishReason, SequenceEvent, TokenLogprobs
 from castline.runtime.executor import Executor
 from castline.runtime.lanes import LanePolicy
 from castline.runtime.plan import StepPlan
 from castline.runtime.request import Request
-from castline.runtime.sampler_api import BrokenLogits, Sampler
+from castline.runtime.sampler_api import Sampler
 from castline.runtime.scheduler import Scheduler
 from castline.runtime.sequence import Sequence
+from castline.runtime.speculation import Speculation
+from castline.runtime.step_profile import NO_MARKS, Phase, StepMarks
+from castline.runtime.step_sampler import StepSamples, sample_step
 
 logger = logging.getLogger(__name__)
-
-Samples = dict[int, tuple[int, TokenLogprobs | None]]
-"""Token and, where asked for, its log-probabilities, by seq_id."""
 
 
 class EngineCore:
@@ -44,12 +46,17 @@ class EngineCore:
         sampler: Sampler,
         clock: Callable[[], float] = monotonic,
         policy: LanePolicy | None = None,
+        step_seconds: Mapping[int, float] | None = None,
+        marks: StepMarks = NO_MARKS,
     ) -> None:
+        """*step_seconds* is what steps of so many tokens took at the warm-up, for the decision when guesses pay."""
         self.limits = limits
-        self.scheduler = Scheduler(limits, eos_token_ids, policy=policy)
+        self._speculation = Speculation(limits, step_seconds) if limits.max_drafts else None
+        self.scheduler = Scheduler(limits, eos_token_ids, policy=policy, speculation=self._speculation)
         self._executor = executor
         self._sampler = sampler
         self._clock = clock
+        self._marks = marks
         self._events: list[SequenceEvent] = []
         """Of sequences that ended between steps."""
         self._suspects: list[list[int]] = []
@@ -94,6 +101,7 @@ class EngineCore:
         if not self.scheduler.has_work:
             self._fell_idle()
         events, self._events = self._events, []
+        self._marks.mark(Phase.COMMIT)
         return events
 
     def stats(self) -> Stats:
@@ -109,25 +117,34 @@ class EngineCore:
             prefix_cache_hits=counters.prefix_cache_hits,
             preemptions=counters.preemptions,
             steps=counters.steps,
+            spec_drafted_tokens=counters.spec_drafted_tokens,
+            spec_accepted_tokens=counters.spec_accepted_tokens,
         )
 
     # One step
 
     def _run(self) -> None:
         plan = self._next_plan()
+        self._marks.scheduled(plan)
+        for group in self.scheduler.newly_admitted:
+            group.first_scheduled = self._clock()
         try:
             batch = build_batch(plan, self.limits.block_size)
+            self._marks.mark(Phase.BATCH)
             if plan.block_copies:
                 self._executor.copy_blocks(plan.block_copies)
-            logits = self._executor.execute(batch.tensors)
+            logits = self._execute(batch.tensors)
+            self._marks.mark(Phase.EXECUTOR)
             prompt_logprobs = [self._prompt_logprobs(rows, logits) for rows in batch.prompt_rows]
-            samples, broken = self._sample(batch, logits)
+            self._introduce(batch.sample_seq_ids)
+            samples = sample_step(self._sampler, batch, logits)
+            self._marks.mark(Phase.SAMPLE)
         except Exception as error:
             self.scheduler.rollback(plan)
-            self._step_failed([part.seq_id for part in plan.scheduled], error)
+            self._step_failed(plan, error)
             return
-        for seq_id, finish in broken.items():  # before the commit, which would make their blocks findable
-            self._end_sequence(self._sequence(seq_id), finish)
+        for seq_id, cause in samples.broken.items():  # before the commit, which would make their blocks findable
+            self._end_broken(self._sequence(seq_id), samples, _failed(cause.reasons[seq_id], cause.code))
         for rows, logprobs in zip(batch.prompt_rows, prompt_logprobs, strict=True):
             self._keep_prompt_logprobs(rows, logprobs)
         self._commit(plan, samples)
@@ -142,22 +159,13 @@ class EngineCore:
         assert plan.scheduled, "there is work, yet nothing could be scheduled"
         return plan
 
-    def _sample(self, batch: StepBatch, logits: NDArray[np.float32]) -> tuple[Samples, dict[int, Finish]]:
-        """The next token by seq_id, and the end of the sequences that cannot have one."""
-        self._introduce(batch.sample_seq_ids)
-        seq_ids, rows = list(batch.sample_seq_ids), batch.rows_to_sample(logits)
-        broken: dict[int, Finish] = {}
-        while seq_ids:
-            try:
-                result = self._sampler.sample(rows, seq_ids)
-            except BrokenLogits as error:
-                broken |= {seq_id: _failed(reason, error.code) for seq_id, reason in error.reasons.items()}
-                kept = [row for row, seq_id in enumerate(seq_ids) if seq_id not in error.reasons]
-                seq_ids, rows = [seq_ids[row] for row in kept], rows[kept]
-            else:
-                samples = zip(result.token_ids.tolist(), result.logprobs, strict=True)
-                return dict(zip(seq_ids, samples, strict=True)), broken
-        return {}, broken
+    def _execute(self, tensors: StepTensors) -> NDArray[np.float32]:
+        if self._speculation is None:
+            return self._executor.execute(tensors)
+        begin = self._clock()
+        logits = self._executor.execute(tensors)
+        self._speculation.costs.observe(len(tensors.input_ids), self._clock() - begin)
+        return logits
 
     def _introduce(self, seq_ids: tuple[int, ...]) -> None:
         """Tells the sampler of sequences that are about to get their first token."""
@@ -181,20 +189,29 @@ class EngineCore:
         if seq is not None and (kept := seq.group.prompt_logprobs) is not None:
             kept.extend(logprobs[len(kept) - rows.start - 1 :])
 
-    def _commit(self, plan: StepPlan, samples: Samples) -> None:
-        progress = self.scheduler.commit(plan, {seq_id: (token,) for seq_id, (token, _) in samples.items()})
-        for part in progress:
-            wanted = part.seq.group.request.params.logprobs is not None
-            logprobs = [samples[part.seq.seq_id][1]] if part.token_ids else []
-            self._report(part.seq, part.token_ids, tuple(filter(None, logprobs)) if wanted else None, part.finish)
+    def _commit(self, plan: StepPlan, samples: StepSamples) -> None:
+        for part in self.scheduler.commit(plan, samples.token_ids):
+            self._report(part.seq, part.token_ids, samples.logprobs.get(part.seq.seq_id, []), part.finish)
+
+    def _end_broken(self, seq: Sequence, samples: StepSamples, finish: Finish) -> None:
+        """Ends a sequence that can have no further token, with those that right guesses had given it before."""
+        self.scheduler.remove(seq)
+        token_ids = tuple(samples.token_ids.get(seq.seq_id, ()))
+        self.scheduler.counters.generation_tokens += len(token_ids)
+        self._report(seq, token_ids, samples.logprobs.get(seq.seq_id, []), finish)
 
     # Endings and failures
 
-    def _step_failed(self, seq_ids: list[int], error: Exception) -> None:
+    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        seq_ids = [part.seq_id for part in plan.scheduled]
         if len(seq_ids) > 1:
             logger.warning("a step of %d sequences failed and is retried in parts: %s", len(seq_ids), error)
             half = len(seq_ids) // 2
             self._suspects += [seq_ids[half:], seq_ids[:half]]
+            return
+        if plan.scheduled[0].num_drafts:
+            logger.warning("a step failed and is retried without guesses: %s", error)
+            self._suspects.append(seq_ids)
             return
         logger.error("a step failed", exc_info=error)
         self._end_sequence(self._sequence(seq_ids[0]), _failed(str(error) or type(error).__name__))
@@ -217,24 +234,28 @@ class EngineCore:
 
     def _end_sequence(self, seq: Sequence, finish: Finish) -> None:
         self.scheduler.remove(seq)
-        self._report(seq, (), () if seq.group.request.params.logprobs is not None else None, finish)
+        self._report(seq, (), [], finish)
 
     def _report(
         self,
         seq: Sequence,
         token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...] | None,
+        logprobs: list[TokenLogprobs],
         finish: Finish | None,
     ) -> None:
-        """Queues the event, and forgets a sequence that has ended."""
+        """Queues the event, and forgets a sequence that has ended. *logprobs*, where asked for, cover *token_ids*."""
         group, request_id = seq.group, seq.group.request.request_id
+        wanted = group.request.params.logprobs is not None
+        entries = tuple(logprobs[: len(token_ids)]) if wanted else None
         first: dict[str, Any] = {}
         if not seq.started:
             seq.started = True
             complete = group.prompt_logprobs is not None and not group.wants_prompt_logprobs
             first["cached_tokens"] = group.cached_tokens or 0
+            if group.first_scheduled is not None:
+                first["queue_s"] = max(0.0, group.first_scheduled - group.request.arrival_time)
             first["prompt_logprobs"] = tuple(group.prompt_logprobs or ()) if complete else None
-        self._events.append(SequenceEvent(request_id, seq.index, token_ids, logprobs, finish, **first))
+        self._events.append(SequenceEvent(request_id, seq.index, token_ids, entries, finish, **first))
         if finish is None:
             return
         if seq.in_sampler:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from castline.engines.capacity import kv_block_bytes
 from castline.engines.manifest import Manifest
 from castline.plugins.contract import StepTensors
+from castline.plugins.cpu.operator_profile import OperatorRun
 from castline.plugins.cpu.session import CpuSession, SessionOptions
 
 
@@ -31,6 +32,13 @@ class CpuExecutor:
 
     def execute(self, step: StepTensors) -> NDArray[np.float32]:
         return self._session.step(step)
+
+    def start_profile(self, prefix: str) -> None:
+        """See CpuSession.start_profile."""
+        self._session.start_profile(prefix)
+
+    def end_profile(self) -> list[OperatorRun]:
+        return self._session.end_profile()
 
     def close(self) -> None:
         self._session.close()

@@ -1,5 +1,7 @@
 """A token from each row's distribution, by inverting its cumulative distribution at one uniform number a row.
 
+The reference of castline.plugins.cpu.sampling, which does the same in native code, and what runs where there is none.
+
 One number a row, and arithmetic that never mixes rows: a row's token does not depend on its neighbours. Truncation
 goes in the order of transformers and llama.cpp: temperature, top-k, top-p (of what top-k left), min-p. Each keeps a
 prefix of the tokens in order of likelihood, so only the head of the vocabulary has to be put in order, and it is
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from castline.plugins.cpu.sampling import NO_TOKEN
 from castline.runtime.top_tokens import top_values
 
 Floats = NDArray[np.float64]
@@ -43,6 +46,21 @@ class Choice:
     @property
     def truncated(self) -> NDArray[np.bool_]:
         return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+
+
+def draw_rows(logits: Logits, choices: NDArray[Any]) -> NDArray[np.int64]:
+    """As `castline.plugins.cpu.sampling.draw_rows`, which describes the arguments."""
+    rows = logits[choices["row"]]
+    tokens: NDArray[np.int64] = rows.argmax(axis=1)
+    peak = rows[np.arange(len(rows)), tokens]
+    sound = np.isfinite(peak)  # argmax stops at a NaN, so such a row has no NaN and no +infinity
+    drawn = np.flatnonzero(sound & (choices["temperature"] > 0))
+    if drawn.size:
+        part = choices[drawn]
+        choice = Choice(*(part[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniform")))
+        tokens[drawn] = draw(take_rows(rows, drawn), peak[drawn], choice)
+    tokens[~sound] = NO_TOKEN
+    return tokens
 
 
 def draw(logits: Logits, peak: Logits, choice: Choice) -> NDArray[np.int64]:

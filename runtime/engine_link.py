@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
-from castline.runtime.wire import Command, Report, encode, report_reader
+from castline.runtime.loader import EnginePlan
+from castline.runtime.step_profile import ProfileOptions
+from castline.runtime.wire import Command, Load, Report, encode, report_reader
 
 
 class EngineListener(Protocol):
@@ -78,6 +80,13 @@ class EngineProcess:
         with theirs:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         return cls(process), ours
+
+    @classmethod
+    def load(cls, plan: EnginePlan, profile: ProfileOptions | None = None) -> tuple["EngineProcess", socket.socket]:
+        """Starts a process that loads an engine from now on; it says Ready or Failed on the socket returned."""
+        process, connection = cls.spawn()
+        connection.sendall(encode(Load(str(plan.bundle), plan.limits, plan.num_threads, profile)))
+        return process, connection
 
     @property
     def pid(self) -> int:

@@ -8,7 +8,9 @@ import select
 import socket
 
 from castline.runtime.core_api import EngineCore
-from castline.runtime.wire import Abort, Add, Command, Report, StepDone, Stop, command_reader, encode
+from castline.runtime.profiler import Profiler
+from castline.runtime.step_profile import NO_MARKS, Phase
+from castline.runtime.wire import Abort, Add, Command, Profile, Report, StepDone, Stop, command_reader, encode
 
 _CHUNK = 1 << 20
 
@@ -60,16 +62,27 @@ class CommandSocket:
         return bool(select.select([self._connection], [], [], 0)[0])
 
 
-def run_engine_loop(core: EngineCore, link: CommandSocket) -> None:
+def run_engine_loop(core: EngineCore, link: CommandSocket, profiler: Profiler | None = None) -> None:
     """Steps *core* until a Stop command. Raises Disconnected when the other side is gone, and what a step raises."""
+    marks = profiler or NO_MARKS
     while True:
-        for command in link.receive(wait=not core.has_work):
+        idle = not core.has_work
+        commands = link.receive(wait=idle)
+        if idle:
+            marks.mark(Phase.IDLE)
+        for command in commands:
             if isinstance(command, Add):
                 core.add_request(command.request)
             elif isinstance(command, Abort):
                 core.abort(command.request_id, command.index)
+            elif isinstance(command, Profile):
+                assert profiler is not None, "a profile needs an engine that was loaded for it"
+                profiler.start()
             elif isinstance(command, Stop):
                 return
+        marks.mark(Phase.RECEIVE)
         if core.has_work:
             events = core.step()
             link.send(StepDone(events, core.stats()))
+            marks.mark(Phase.SEND)
+            marks.step_done()

@@ -5,6 +5,7 @@ The process ends when told to, or when the socket closes: an engine never outliv
 SIGTERM, which a terminal or a supervisor sends to the whole group: the server drains first, then stops the engine.
 """
 
+import ctypes
 import gc
 import logging
 import signal
@@ -14,8 +15,12 @@ from pathlib import Path
 
 from castline.engines.errors import CastlineError
 from castline.runtime.engine_loop import CommandSocket, Disconnected, run_engine_loop
+from castline.runtime.profiler import Profiler
 from castline.runtime.startup import load_core
+from castline.runtime.step_profile import NO_MARKS
 from castline.runtime.wire import Failed, Load, Ready
+
+_PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger("castline.engine")
 
@@ -25,13 +30,19 @@ def serve(link: CommandSocket) -> int:
     try:
         load = link.receive(wait=True)[0]
         assert isinstance(load, Load), load
-        core, executor = load_core(Path(load.bundle), load.limits, load.num_threads)
+        profiler = Profiler(load.profile) if load.profile is not None else None
+        core, executor = load_core(Path(load.bundle), load.limits, load.num_threads, profiler or NO_MARKS)
+        if profiler is not None:
+            profiler.attach(executor, load.limits)
+            profiler.start()
         gc.collect()
         gc.freeze()  # what lives for ever is not walked again: a full collection would pause a step
         link.send(Ready())
         try:
-            run_engine_loop(core, link)
+            run_engine_loop(core, link, profiler)
         finally:
+            if profiler is not None:
+                profiler.finish()
             executor.close()
     except Disconnected:
         return 0
@@ -48,7 +59,14 @@ def _report(link: CommandSocket, error: BaseException) -> None:
     link.send_last(Failed(reason))
 
 
+def _end_with_parent() -> None:
+    """The socket tells a loop that reads it; one that hangs in a step is killed when the serving process is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
+    _end_with_parent()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

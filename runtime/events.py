@@ -3,8 +3,9 @@
 For every (request_id, index) there is exactly one event whose ``finish`` is set, and it is the last.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from castline.engines.errors import ErrorCode
 
@@ -16,8 +17,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at one position, of the distribution before temperature, penalties and truncation."""
 
     token_id: int
@@ -28,8 +28,7 @@ class TokenLogprobs:
     """(token id, logprob), most likely first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     reason: FinishReason
     stop_token_id: int | None = None
     """The EOS or stop token that ended the text; it is the last of the token ids, and its text is not shown."""
@@ -37,8 +36,7 @@ class Finish:
     message: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceEvent:
+class SequenceEvent(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one continuation."""
 
     request_id: str
@@ -52,3 +50,5 @@ class SequenceEvent:
     """Prompt tokens read from the prefix cache; set on the first event."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One for each prompt token (None for the first); set on the first event where asked for."""
+    queue_s: float | None = None
+    """Seconds from the request's arrival to its first step; set on the first event."""

@@ -92,7 +92,21 @@ class KvManager:
             copy = BlockCopy(seq, index, seq.block_ids[index], self.pool.allocate())
             seq.block_ids[index] = copy.destination
             self._copies.append(copy)
-        for _ in range(blocks_for(seq.num_computed + count, self.block_size) - len(seq.block_ids)):
+        self._grow(seq, seq.num_computed + count)
+
+    def reserve_more(self, seq: Sequence, reserved: int, count: int) -> int:
+        """Room for up to *count* tokens after *reserved* ones that have theirs, as far as blocks are free.
+
+        Returns for how many. Nothing is copied: what is shared of the block that the reserved ones go into, by a fork
+        of this very step, are the tokens before them.
+        """
+        end = seq.num_computed + reserved
+        count = min(count, (len(seq.block_ids) + self.pool.num_free) * self.block_size - end)
+        self._grow(seq, end + count)
+        return count
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> None:
+        for _ in range(blocks_for(num_tokens, self.block_size) - len(seq.block_ids)):
             seq.block_ids.append(self.pool.allocate())
 
     def _must_copy(self, seq: Sequence) -> bool:

@@ -28,6 +28,11 @@ from castline.plugins.cpu.library import describe as cpu_plugin
 from castline.plugins.tensorrt.library import describe as gpu_plugin
 from castline.runtime.client import EffectiveLimits
 
+SPECULATION_MODES = ("auto", "off")
+DEFAULT_DRAFTS = 7
+"""With the token before them they fill the 8 rows that kernels take at a time."""
+MOST_DRAFTS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
@@ -43,6 +48,10 @@ class LoadOptions:
     kv_blocks: int | None = None
     """Exactly this many KV blocks, whatever the memory utilization."""
     threads: int | None = None
+    speculation: str = "auto"
+    """Whether to guess tokens ahead by prompt lookup: "auto", where it pays, or "off". It changes no token."""
+    max_drafts: int | None = None
+    """Tokens guessed ahead at most, for one sequence in a step. None: DEFAULT_DRAFTS."""
     max_waiting: int = 4096
     allow_unverified: bool = False
     """Serve an engine whose parity with its reference was not shown."""
@@ -126,6 +135,7 @@ def reconcile_limits(
         num_blocks=plan.pool.num_blocks,
         max_concurrency=plan.pool.max_concurrency,
         max_waiting=options.max_waiting,
+        max_drafts=_max_drafts(options),
     )
     return limits, plan.pool
 
@@ -138,6 +148,21 @@ def _host_for(manifest: Manifest, gpu: FoundGpu | None) -> Host:
     installed = [flavour for flavour in GPU_TARGETS if installed_version(RUNTIME_TOOLS[flavour]) is not None]
     target = wanted if wanted in installed or not installed else installed[0]
     return replace(detect_host(target), gpu=gpu.manifest())
+
+
+def _max_drafts(options: LoadOptions) -> int:
+    asked = options.max_drafts
+    if options.speculation not in SPECULATION_MODES:
+        raise EngineError(f"--speculation {options.speculation!r} is unknown: give {' or '.join(SPECULATION_MODES)}")
+    if options.speculation == "off":
+        if asked is not None:
+            raise EngineError(f"--max-drafts {asked} means nothing with --speculation off: leave one of them out")
+        return 0
+    if asked is None:
+        return DEFAULT_DRAFTS
+    if not 1 <= asked <= MOST_DRAFTS:
+        raise EngineError(f"--max-drafts {asked} is out of range: give 1 to {MOST_DRAFTS}, or --speculation off")
+    return asked
 
 
 def installed_plugin(target: Target) -> Plugin | None:

@@ -17,7 +17,7 @@ FORBID_BIAS = -100.0
 
 
 class LogitEdits:
-    """The edits of one sequence. Rows of sequences without any are never copied."""
+    """The edits of one sequence, each of a few tokens."""
 
     def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], eos_token_ids: Sequence[int]) -> None:
         ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
@@ -27,6 +27,11 @@ class LogitEdits:
         self._ending_ids = np.array(sorted(ending), dtype=np.int64)
         self._min_tokens = params.min_tokens if ending else 0
         self._penalties = Penalties(params, prompt_token_ids) if Penalties.wanted(params) else None
+
+    @property
+    def any(self) -> bool:
+        """Whether any token's logits can need an edit."""
+        return bool(self._bias_ids.size) or self._min_tokens > 0 or self._penalties is not None
 
     def active(self, num_generated: int) -> bool:
         """Whether the next token's logits need an edit at all."""
@@ -40,6 +45,15 @@ class LogitEdits:
             row[self._ending_ids] = -np.inf
         if self._penalties is not None:
             self._penalties.apply(row)
+
+    def touched(self, num_generated: int) -> NDArray[np.int64]:
+        """Token ids, repeated or not, beyond which `apply` changes nothing."""
+        parts = [self._bias_ids]
+        if num_generated < self._min_tokens:
+            parts.append(self._ending_ids)
+        if self._penalties is not None:
+            parts.append(self._penalties.touched())
+        return np.concatenate(parts)
 
     def append(self, token_id: int) -> None:
         """A token was generated."""

@@ -157,7 +157,9 @@ def _prompt_info(state: _RequestState, event: SequenceEvent) -> PromptInfo | Non
     if event.index != 0 or state.prompt_shown:
         return None
     state.prompt_shown = True
-    return PromptInfo(state.request.prompt_token_ids, event.cached_tokens or 0, event.prompt_logprobs)
+    return PromptInfo(
+        state.request.prompt_token_ids, event.cached_tokens or 0, event.prompt_logprobs, event.queue_s or 0.0
+    )
 
 
 def _error_of(finish: Finish | None) -> CastlineError | None:

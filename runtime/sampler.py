@@ -1,19 +1,20 @@
 """Logits to tokens, for a whole batch at once.
 
-Every sequence has its own state, so a batch may hold any mix in any order, and preemption loses nothing. One argmax
-over the batch serves every row: it is the answer for plain greedy rows, the peak for the others, and it meets any
-NaN. Only rows whose options edit logits are copied; nothing is ever sorted over the vocabulary for a row that asks
-for no truncation.
+Every sequence has its own state, so a batch may hold any mix in any order, and preemption loses nothing. What does not
+change from step to step (whose rows they are, and how each is drawn) is kept while the batch stays the same. Options
+that edit logits do so in place, at the few tokens they concern, and are undone; no row is copied.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from castline.engines.errors import EngineError, ErrorCode
-from castline.runtime.draw import Choice, draw, take_rows
+from castline.plugins.cpu.sampling import CHOICE, NO_TOKEN, draw_rows
+from castline.runtime.draw import take_rows
 from castline.runtime.events import TokenLogprobs
 from castline.runtime.logits import LogitEdits
 from castline.runtime.logprobs import token_logprobs
@@ -21,15 +22,54 @@ from castline.runtime.randomness import UniformStream
 from castline.runtime.sampler_api import BrokenLogits, SampleResult
 from castline.runtime.sampling_params import SamplingParams
 
+Logits = NDArray[np.float32]
+DrawRows = Callable[[Logits, NDArray[np.void]], NDArray[np.int64]]
+
+
+_MOST_BATCHES = 4
+
 
 class _Sequence:
     """What the sampler remembers of one sequence."""
 
-    def __init__(self, params: SamplingParams, edits: LogitEdits, uniforms: UniformStream) -> None:
+    __slots__ = ("edits", "num_generated", "params", "uniforms")
+
+    def __init__(self, params: SamplingParams, edits: LogitEdits | None, uniforms: UniformStream) -> None:
         self.params = params
         self.edits = edits
+        """None where no option ever edits its logits."""
         self.uniforms = uniforms
         self.num_generated = 0
+
+
+class _Batch:
+    """Sequences that are sampled together, row by row."""
+
+    def __init__(self, sequences: list[_Sequence]) -> None:
+        self.sequences = sequences
+        self.drawn = [seq for seq in sequences if not seq.params.greedy]
+        self.edited = [(row, seq, seq.edits) for row, seq in enumerate(sequences) if seq.edits is not None]
+        self.logprob_rows = [row for row, seq in enumerate(sequences) if seq.params.logprobs is not None]
+        params = [seq.params for seq in sequences]
+        self.choices = np.zeros(len(sequences), CHOICE)
+        self.choices["row"] = np.arange(len(sequences))
+        self.choices["temperature"] = [0.0 if p.greedy else p.temperature for p in params]
+        self.choices["top_k"] = [max(p.top_k, 0) for p in params]
+        self.choices["top_p"] = [p.top_p for p in params]
+        self.choices["min_p"] = [p.min_p for p in params]
+        self._drawn_rows = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
+
+    def next_choices(self) -> NDArray[np.void]:
+        if self.drawn:
+            uniforms = [seq.uniforms.at(seq.num_generated) for seq in self.drawn]
+            self.choices["uniform"][self._drawn_rows] = uniforms
+        return self.choices
+
+    def record(self, tokens: Sequence[int]) -> None:
+        for seq in self.sequences:
+            seq.num_generated += 1
+        for row, _, edits in self.edited:
+            edits.append(tokens[row])
 
 
 class Sampler:
@@ -41,12 +81,16 @@ class Sampler:
         eos_token_ids: Sequence[int],
         *,
         entropy: Callable[[], int] = lambda: secrets.randbits(64),
+        draw: DrawRows = draw_rows,
     ) -> None:
-        """*entropy* gives the seed of each sequence whose request has none."""
+        """*entropy* gives the seed of each sequence whose request has none; *draw* is native unless a test says."""
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._entropy = entropy
+        self._draw = draw
         self._sequences: dict[int, _Sequence] = {}
+        self._batches: dict[tuple[int, ...], _Batch] = {}
+        """The last few by their keys: steps with guesses alternate between all sequences and those that guess."""
 
     def __len__(self) -> int:
         """Sequences it holds state for."""
@@ -57,61 +101,43 @@ class Sampler:
         assert seq_key not in self._sequences, f"sequence {seq_key} was added before"
         seed = self._entropy() if params.seed is None else params.seed
         edits = LogitEdits(params, prompt_token_ids, self._eos_token_ids)
-        self._sequences[seq_key] = _Sequence(params, edits, UniformStream(seed, index))
+        self._sequences[seq_key] = _Sequence(params, edits if edits.any else None, UniformStream(seed, index))
 
     def remove(self, seq_key: int) -> None:
         """Forgets a sequence; unknown keys are ignored."""
-        self._sequences.pop(seq_key, None)
+        if self._sequences.pop(seq_key, None) is not None:
+            self._batches.clear()  # the key may come again
 
-    def sample(self, logits: NDArray[np.float32], seq_keys: Sequence[int]) -> SampleResult:
+    def sample(self, logits: Logits, seq_keys: Sequence[int]) -> SampleResult:
         """Chooses and records the next token of each sequence from its row of *logits* [rows, vocabulary].
 
-        The logits are only read. Raises BrokenLogits, having recorded nothing, if any row has no token to choose.
+        The logits are on return what they were. Raises BrokenLogits, having recorded nothing, if any row has no token
+        to choose.
         """
         assert logits.shape == (len(seq_keys), self._vocab_size), (logits.shape, len(seq_keys), self._vocab_size)
-        sequences = [self._sequences[key] for key in seq_keys]
-        tokens = logits.argmax(axis=1)
-        self._check(logits, tokens, seq_keys, "the step gave NaN or infinite logits", ErrorCode.ENGINE_FAILED)
-
-        edited = [row for row, seq in enumerate(sequences) if seq.edits.active(seq.num_generated)]
-        drawn = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
-        plain = sorted(set(drawn).difference(edited))
-        if plain:
-            tokens[plain] = _draw(take_rows(logits, plain), tokens[plain], [sequences[row] for row in plain])
-        if edited:
-            tokens[edited] = self._sample_edited(logits[edited], [seq_keys[row] for row in edited])
-
-        logprobs = _logprobs(logits, tokens, sequences)
-        for seq, token in zip(sequences, tokens.tolist(), strict=True):
-            seq.edits.append(token)
-            seq.num_generated += 1
+        batch = self._batch_of(tuple(seq_keys))
+        if batch.edited:
+            logits = logits if logits.flags.writeable else logits.copy()
+            with _edited(logits, batch):
+                tokens = self._draw(logits, batch.next_choices())
+        else:
+            tokens = self._draw(logits, batch.next_choices())
+        token_ids = tokens.tolist()
+        if NO_TOKEN in token_ids:
+            raise _broken(logits, tokens, seq_keys)
+        logprobs = _logprobs(logits, tokens, batch)
+        batch.record(token_ids)
         return SampleResult(tokens, logprobs)
 
-    def _sample_edited(self, logits: NDArray[np.float32], seq_keys: Sequence[int]) -> NDArray[np.int64]:
-        """Tokens of rows whose options change *logits*, which are a copy."""
-        sequences = [self._sequences[key] for key in seq_keys]
-        for row, seq in zip(logits, sequences, strict=True):
-            seq.edits.apply(row, seq.num_generated)
-        tokens: NDArray[np.int64] = logits.argmax(axis=1)
-        reason = "logit_bias and min_tokens leave no token to choose"
-        self._check(logits, tokens, seq_keys, reason, ErrorCode.INVALID_VALUE)
-        drawn = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
-        if drawn:
-            tokens[drawn] = _draw(take_rows(logits, drawn), tokens[drawn], [sequences[row] for row in drawn])
-        return tokens
+    def _batch_of(self, seq_keys: tuple[int, ...]) -> _Batch:
+        batch = self._batches.get(seq_keys)
+        if batch is None:
+            if len(self._batches) >= _MOST_BATCHES:
+                self._batches.clear()
+            batch = self._batches[seq_keys] = _Batch([self._sequences[key] for key in seq_keys])
+        return batch
 
-    @staticmethod
-    def _check(
-        logits: NDArray[np.float32], best: NDArray[np.int64], seq_keys: Sequence[int], reason: str, code: ErrorCode
-    ) -> None:
-        """argmax stops at a NaN, so a row whose best logit is finite has no NaN and no +inf."""
-        broken = np.flatnonzero(~np.isfinite(logits[np.arange(len(logits)), best]))
-        if broken.size:
-            raise BrokenLogits({seq_keys[row]: reason for row in broken.tolist()}, code)
-
-    def prompt_logprobs(
-        self, logits: NDArray[np.float32], next_token_ids: Sequence[int], num_top: int
-    ) -> list[TokenLogprobs]:
+    def prompt_logprobs(self, logits: Logits, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """One entry a row of *logits* [rows, vocabulary]: how likely the prompt's own next token was.
 
         Raises EngineError for NaN or infinite logits.
@@ -121,26 +147,39 @@ class Sampler:
         return token_logprobs(logits, next_token_ids, [num_top] * len(next_token_ids))
 
 
-def _draw(logits: NDArray[np.float32], best: NDArray[np.int64], sequences: Sequence[_Sequence]) -> NDArray[np.int64]:
-    params = [seq.params for seq in sequences]
-    choice = Choice(
-        temperature=np.array([p.temperature for p in params]),
-        top_k=np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
-        top_p=np.array([p.top_p for p in params]),
-        min_p=np.array([p.min_p for p in params]),
-        uniform=np.array([seq.uniforms.at(seq.num_generated) for seq in sequences]),
-    )
-    return draw(logits, logits[np.arange(len(logits)), best], choice)
+@contextmanager
+def _edited(logits: Logits, batch: _Batch) -> Iterator[None]:
+    """The logits as the sequences' options want them, within the block."""
+    saved: list[tuple[int, NDArray[np.int64], Logits]] = []
+    for row, seq, edits in batch.edited:
+        if edits.active(seq.num_generated):
+            ids = edits.touched(seq.num_generated)
+            saved.append((row, ids, logits[row, ids]))
+            edits.apply(logits[row], seq.num_generated)
+    try:
+        yield
+    finally:
+        for row, ids, values in saved:
+            logits[row, ids] = values
 
 
-def _logprobs(
-    logits: NDArray[np.float32], tokens: NDArray[np.int64], sequences: Sequence[_Sequence]
-) -> list[TokenLogprobs | None]:
+def _broken(logits: Logits, tokens: NDArray[np.int64], seq_keys: Sequence[int]) -> BrokenLogits:
+    """The engine's faults first: rows that its logits leave no token. The others are broken by their own options."""
+    rows = np.flatnonzero(tokens == NO_TOKEN).tolist()
+    unsound = [row for row in rows if not np.isfinite(logits[row].max())]
+    if unsound:
+        reason = "the step gave NaN or infinite logits"
+        return BrokenLogits({seq_keys[row]: reason for row in unsound}, ErrorCode.ENGINE_FAILED)
+    reason = "logit_bias and min_tokens leave no token to choose"
+    return BrokenLogits({seq_keys[row]: reason for row in rows}, ErrorCode.INVALID_VALUE)
+
+
+def _logprobs(logits: Logits, tokens: NDArray[np.int64], batch: _Batch) -> list[TokenLogprobs | None]:
     """Of the raw logits, for the rows that asked."""
-    result: list[TokenLogprobs | None] = [None] * len(sequences)
-    wanted = [row for row, seq in enumerate(sequences) if seq.params.logprobs is not None]
+    result: list[TokenLogprobs | None] = [None] * len(tokens)
+    wanted = batch.logprob_rows
     if wanted:
-        num_top = [sequences[row].params.logprobs or 0 for row in wanted]
+        num_top = [batch.sequences[row].params.logprobs or 0 for row in wanted]
         entries = token_logprobs(take_rows(logits, wanted), tokens[wanted].tolist(), num_top)
         for row, entry in zip(wanted, entries, strict=True):
             result[row] = entry

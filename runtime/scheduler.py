@@ -6,43 +6,32 @@ There is no prefill phase and no decode phase: every running sequence has ``num_
 
 Who goes first (see castline.runtime.lanes): decodes, then long prompts within their share, then short prompts.
 
-**Blocks.** A sequence is admitted only when its whole prompt fits beside what the running prompts still need, with a
-margin, so that admission does not cause preemption. When a running sequence finds no block, the latest arrival that is
-not in the step yet is preempted: its blocks are released, it goes back to the head of its lane, and it recomputes (from
-what the prefix cache still holds). Nothing older than a sequence is ever preempted for it, so the oldest always
-advances: every step computes at least one token while there is work.
+**Blocks.** Admission (castline.runtime.waiting) does not cause preemption. When a running sequence finds no block, the
+latest arrival that is not in the step yet is preempted: its blocks are released, it goes back to the head of its lane,
+and it recomputes (from what the prefix cache still holds). Nothing older than a sequence is ever preempted for it, so
+the oldest always advances: every step computes at least one token while there is work.
 
-**Sharing.** A waiting sequence whose next prompt block is being computed by a running one waits for it rather than
-compute it twice. Continuations of one request wait for the first to compute the prompt, then fork from it.
+**Continuations** of one request wait for the first to compute the prompt, then fork from it.
+
+**Guesses** (castline.runtime.speculation) take what the step leaves: of its budget, and of the free blocks. Only those
+that the model confirms are ever part of a sequence, of its computed tokens, or of the prefix cache.
 """
 
 from bisect import insort
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
 
-from castline.engines.capacity import blocks_for
 from castline.runtime.admission import length_limit
 from castline.runtime.client import EffectiveLimits
+from castline.runtime.counters import Counters
 from castline.runtime.events import Finish, FinishReason
 from castline.runtime.kv_manager import KvManager
-from castline.runtime.lanes import Lane, LanePolicy, LaneQueue
+from castline.runtime.lanes import Lane, LanePolicy
 from castline.runtime.plan import ScheduledSequence, StepPlan
-from castline.runtime.prefix_cache import CachedBlock
 from castline.runtime.request import Request
-from castline.runtime.sequence import Progress, Sequence, SequenceGroup
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since start; see castline.runtime.client.Stats."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    preemptions: int = 0
-    steps: int = 0
+from castline.runtime.sequence import Progress, Sequence, SequenceGroup, new_group
+from castline.runtime.speculation import Speculation
+from castline.runtime.waiting import Admission, AdmissionRound, WaitingRoom
 
 
 class Scheduler:
@@ -52,7 +41,9 @@ class Scheduler:
         eos_token_ids: Collection[int],
         kv: KvManager | None = None,
         policy: LanePolicy | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
+        """*speculation* is as `limits.max_drafts` says unless given."""
         assert limits.max_num_seqs > 0, "max_num_seqs is reconciled at start-up"
         assert limits.max_num_batched_tokens > 0, "max_num_batched_tokens is reconciled at start-up"
         self.limits = limits
@@ -62,10 +53,10 @@ class Scheduler:
         """Requests with a live continuation."""
         self._policy = policy or LanePolicy()
         self._eos = frozenset(eos_token_ids)
-        self._watermark = max(1, limits.num_blocks // 100)
+        self._speculation = speculation or (Speculation(limits) if limits.max_drafts else None)
         self._running: list[Sequence] = []
         """Oldest first."""
-        self._waiting = {lane: LaneQueue() for lane in Lane}
+        self._waiting = WaitingRoom(limits)
         self._sequences: dict[int, Sequence] = {}
         self._next_seq_id = 0
         self._reset_step()
@@ -93,17 +84,13 @@ class Scheduler:
         assert request.request_id not in self.groups, f"request id {request.request_id!r} is in use"
         params, prompt = request.params, request.prompt_token_ids
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        group = SequenceGroup(request, stop, prompt_logprobs=None if params.prompt_logprobs is None else [None])
-        longest = length_limit(len(prompt), params, self.limits)
-        for index in range(params.n):
-            seq = Sequence(self._next_seq_id, index, group, list(prompt), longest)
-            self._next_seq_id += 1
-            group.members[index] = seq
-            self._sequences[seq.seq_id] = seq
+        group = new_group(request, stop, length_limit(len(prompt), params, self.limits), self._next_seq_id)
+        self._next_seq_id += params.n
+        self._sequences |= {seq.seq_id: seq for seq in group.members.values()}
         first, *group.pending = group.members.values()
         uncached = len(prompt) - len(self.kv.lookup(first)) * self.kv.block_size
         first.lane = self._policy.lane_of(uncached, self.limits.max_num_batched_tokens)
-        self._waiting[first.lane].append(first)
+        self._waiting.append(first)
         self.groups[request.request_id] = group
 
     def remove(self, seq: Sequence) -> None:
@@ -119,11 +106,11 @@ class Scheduler:
         if seq.running:
             self._stop_running(seq)
         else:
-            self._waiting[seq.lane].discard(seq)
+            self._waiting.discard(seq)
         if group.pending:
             heir = group.pending.pop(0)
             heir.lane = seq.lane
-            self._waiting[heir.lane].append_front(heir)
+            self._waiting.append_front(heir)
 
     # A step
 
@@ -136,6 +123,8 @@ class Scheduler:
         self._schedule_prompts(Lane.SHORT, self._budget, only)
         if only is None:
             self._admit_waiting(long_budget)
+            if self._speculation is not None:
+                self._speculation.extend(self._plan, self._sequences, self.kv, self._budget)
         return StepPlan(tuple(self._plan), self.kv.block_copies, tuple(self._preempted))
 
     def commit(self, plan: StepPlan, sampled: Mapping[int, Tokens[int]]) -> list[Progress]:
@@ -161,6 +150,8 @@ class Scheduler:
                 self._prompt_computed(seq.group)
             if finish is None and not part.samples and seq.num_computed >= seq.max_len:
                 finish = Finish(FinishReason.LENGTH)
+            if part.num_drafts:
+                self._settle_drafts(part, seq, len(token_ids) - 1)
             if finish is not None:
                 self.remove(seq)
             if token_ids or finish is not None:
@@ -174,19 +165,24 @@ class Scheduler:
         """
         self.kv.undo_copies()
         for part in plan.scheduled:
-            self.kv.trim(self._sequences[part.seq_id])
+            seq = self._sequences[part.seq_id]
+            self.kv.trim(seq)
+            if part.num_drafts and self._speculation is not None:
+                self._speculation.record(seq, part.num_drafts, 0)
 
     def check(self) -> None:
         """Asserts, between steps, that blocks, tables and queues agree."""
         self.kv.check(self._sequences.values())
         assert all(seq.running for seq in self._running)
         assert all(not seq.block_ids for seq in self._sequences.values() if not seq.running), "a waiter holds blocks"
-        queued = sum(map(len, self._waiting.values())) + sum(len(group.pending) for group in self.groups.values())
+        queued = len(self._waiting) + sum(len(group.pending) for group in self.groups.values())
         assert self.num_waiting == queued, "a sequence is lost"
 
     # Parts of a step
 
     def _reset_step(self) -> None:
+        self.newly_admitted: list[SequenceGroup] = []
+        """Requests that had their first part in this step."""
         self._plan: list[ScheduledSequence] = []
         self._in_plan: set[int] = set()
         self._preempted: list[int] = []
@@ -209,61 +205,38 @@ class Scheduler:
         return taken
 
     def _long_budget(self) -> int:
-        shared = self._plan or self._waiting[Lane.SHORT] or any(seq.lane is Lane.SHORT for seq in self._running)
+        shared = self._plan or self._waiting.has(Lane.SHORT) or any(seq.lane is Lane.SHORT for seq in self._running)
         share = self._policy.long_budget(self.limits.max_num_batched_tokens)
         return min(self._budget, share) if shared else self._budget
 
     def _admit_waiting(self, long_budget: int) -> None:
-        """Fills free places, each with the older head of the lanes that still have budget.
+        """Fills free places.
 
         Who is admitted gets a token of the budget at once, so there are never more running than the budget can serve.
         """
-        budgets = {Lane.LONG: long_budget, Lane.SHORT: self._budget}
-        lines = {lane: iter(self._waiting[lane].first(self.limits.max_num_seqs)) for lane in Lane}
-        heads = {lane: next(line, None) for lane, line in lines.items()}
-        blocked: Sequence | None = None
+        if len(self._running) >= self.limits.max_num_seqs or not self._waiting:
+            return
+        admissions = AdmissionRound(self._waiting, self.kv)
         while len(self._running) < self.limits.max_num_seqs:
-            ready = [seq for lane, seq in heads.items() if seq is not None and min(budgets[lane], self._budget) > 0]
-            if not ready:
+            budgets = {Lane.LONG: min(long_budget, self._budget), Lane.SHORT: self._budget}
+            admission = admissions.next(self._running, budgets)
+            if admission is None:
                 return
-            seq = min(ready, key=lambda seq: seq.seq_id)
-            lane, source = seq.lane, seq.group.fork_source(seq)
-            found = [] if source else self.kv.lookup(seq)
-            if not source and self.kv.is_next_computing(seq, len(found)):
-                heads[lane] = next(lines[lane], None)  # the next in line need not wait for that block
-            elif self._has_room(seq, 1 if source else self.kv.cost(seq, found), blocked):
-                self._admit(seq, source, found)
-                budgets[lane] -= self._schedule(seq, min(budgets[lane], self._budget))
-                heads[lane] = next(lines[lane], None)
-            else:
-                blocked = blocked or seq
-                heads[lane] = None
+            self._admit(admission)
+            taken = self._schedule(admission.seq, budgets[admission.seq.lane])
+            long_budget -= taken if admission.seq.lane is Lane.LONG else 0
 
-    def _admit(self, seq: Sequence, source: Sequence | None, found: list[CachedBlock]) -> None:
-        """Lets *seq* run, from the blocks it can share; forked, it still computes the last prompt token for itself."""
-        self._waiting[seq.lane].discard(seq)
+    def _admit(self, admission: Admission) -> None:
+        """Lets it run, from the blocks it can share; forked, it still computes the last prompt token for itself."""
+        seq = admission.seq
+        self._waiting.discard(seq)
         seq.running = True
         insort(self._running, seq, key=lambda seq: seq.seq_id)
-        if source:
-            self.kv.fork(source, seq, seq.num_prompt - 1)
+        if admission.source:
+            self.kv.fork(admission.source, seq, seq.num_prompt - 1)
         else:
-            self.kv.attach(seq, found)
+            self.kv.attach(seq, admission.found)
         self._count_hits(seq)
-
-    def _has_room(self, seq: Sequence, cost: int, blocked: Sequence | None) -> bool:
-        """*cost* blocks for *seq* are free beyond what runs needs; *blocked* is the older head that had no room."""
-        if not self._running:
-            return True
-        size = self.kv.block_size
-        promised = sum(max(0, blocks_for(s.num_tokens, size) - len(s.block_ids)) for s in self._running)
-        if cost + self._watermark + promised > self.kv.pool.num_free:
-            return False
-        if blocked is None:
-            return True
-        # An older sequence waits for blocks: what is younger must fit beside it even when grown to its full length.
-        younger = sum(blocks_for(s.max_len - 1, size) for s in self._running if s.seq_id > blocked.seq_id)
-        wanted = blocks_for(blocked.num_tokens, size) + self._watermark
-        return younger + blocks_for(seq.max_len - 1, size) + wanted <= self.limits.num_blocks
 
     def _schedule(self, seq: Sequence, budget: int) -> int:
         """Puts up to *budget* tokens of *seq* in the plan. Returns how many there was room for."""
@@ -284,14 +257,26 @@ class Scheduler:
         self._budget -= count
         return count
 
+    def _settle_drafts(self, part: ScheduledSequence, seq: Sequence, num_accepted: int) -> None:
+        """Leaves a sequence as if its accepted tokens had come one by one: with no block for the others."""
+        self.counters.spec_drafted_tokens += part.num_drafts
+        self.counters.spec_accepted_tokens += num_accepted
+        self.kv.trim(seq)
+        if self._speculation is not None:
+            self._speculation.record(seq, part.num_drafts, num_accepted)
+
     def _reserve(self, seq: Sequence, count: int) -> int:
         """Blocks for *count* more tokens, preempting younger sequences if need be; else for as many as fit."""
-        while self.kv.missing(seq, count) > self.kv.pool.num_free:
+        missing = self.kv.missing(seq, count)
+        if missing == 0:
+            return count
+        while missing > self.kv.pool.num_free:
             victim = self._victim(seq)
             if victim is None:
                 count = min(count, self.kv.capacity(seq))
                 break
             self._preempt(victim)
+            missing = self.kv.missing(seq, count)
         if count:
             self.kv.reserve(seq, count)
         return count
@@ -307,7 +292,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._stop_running(seq)
-        self._waiting[seq.lane].append_front(seq)
+        self._waiting.append_front(seq)
         self._preempted.append(seq.seq_id)
         self.counters.preemptions += 1
 
@@ -323,7 +308,7 @@ class Scheduler:
         group.prompt_computed = True
         self.counters.prompt_tokens += len(group.request.prompt_token_ids)
         for seq in reversed(group.pending):
-            self._waiting[seq.lane].append_front(seq)
+            self._waiting.append_front(seq)
         group.pending.clear()
 
     def _count_hits(self, seq: Sequence) -> None:
@@ -331,6 +316,7 @@ class Scheduler:
         if group.cached_tokens is not None:
             return
         group.cached_tokens = seq.num_computed
+        self.newly_admitted.append(group)
         if not group.wants_prompt_logprobs:
             self.counters.prefix_cache_queries += seq.num_prompt
             self.counters.prefix_cache_hits += seq.num_computed

@@ -2,11 +2,17 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from castline.runtime.events import Finish, FinishReason, TokenLogprobs
 from castline.runtime.lanes import Lane
 from castline.runtime.prefix_cache import CachedBlock
 from castline.runtime.request import Request
+
+if TYPE_CHECKING:
+    from castline.runtime.speculation import TextDrafts
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +28,8 @@ class SequenceGroup:
     """Members that wait for the prompt to be computed, in order of index."""
     cached_tokens: int | None = None
     """Prompt tokens read from the prefix cache when the request was first admitted; None before."""
+    first_scheduled: float | None = None
+    """When it was first admitted, on the core's clock."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One for each prompt token computed so far, where asked for; the first is None."""
     prompt_computed: bool = False
@@ -64,6 +72,8 @@ class Sequence:
     started: bool = False
     """An event has been sent."""
     in_sampler: bool = False
+    drafts: "TextDrafts | None" = None
+    """From its first chance to guess on; kept over preemptions."""
 
     @property
     def num_tokens(self) -> int:
@@ -94,10 +104,18 @@ class Sequence:
         return tuple(taken), finish
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """What a step brought one sequence. A sequence with ``finish`` has left the scheduler."""
 
     seq: Sequence
     token_ids: tuple[int, ...]
     finish: Finish | None
+
+
+def new_group(request: Request, stop_token_ids: frozenset[int], max_len: int, first_seq_id: int) -> SequenceGroup:
+    """A request that has just come, with its n continuations; their ids count from *first_seq_id*."""
+    wants_logprobs = request.params.prompt_logprobs is not None
+    group = SequenceGroup(request, stop_token_ids, prompt_logprobs=[None] if wants_logprobs else None)
+    for index in range(request.params.n):
+        group.members[index] = Sequence(first_seq_id + index, index, group, list(request.prompt_token_ids), max_len)
+    return group

@@ -1,6 +1,7 @@
 """A planned engine made ready to step: executor, warm-up, core."""
 
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 
@@ -13,12 +14,19 @@ from castline.runtime.core import EngineCore
 from castline.runtime.cpu_executor import CpuExecutor
 from castline.runtime.executor import Executor
 from castline.runtime.sampler import Sampler
+from castline.runtime.speculation import max_step_drafts
+from castline.runtime.step_profile import NO_MARKS, StepMarks
+
+DECODE_SIZES = (1, 8, 32)
+"""Sequences of the decodes that are timed: enough to tell what more tokens cost; serving refines it."""
 
 
-def load_core(bundle: Path, limits: EffectiveLimits, num_threads: int) -> tuple[EngineCore, Executor]:
+def load_core(
+    bundle: Path, limits: EffectiveLimits, num_threads: int, marks: StepMarks = NO_MARKS
+) -> tuple[EngineCore, CpuExecutor]:
     """Loads the bundle, warms it up, and gives a core with nothing in it. The caller closes the executor.
 
-    The bundle was checked by `castline.runtime.loader.plan_engine`. Raises EngineError.
+    The bundle was checked by `castline.runtime.loader.plan_engine`; *marks* hears of every step. Raises EngineError.
     """
     manifest = read_manifest(bundle)
     executor = CpuExecutor(bundle, manifest, limits.num_blocks, num_threads)
@@ -30,10 +38,13 @@ def load_core(bundle: Path, limits: EffectiveLimits, num_threads: int) -> tuple[
                 f"vocab_size {model.vocab_size}; rebuild it: {manifest.rebuild_command}"
             )
         warm_up(executor, limits)
+        step_seconds = time_decodes(executor, limits) if limits.max_drafts else {}
     except BaseException:
         executor.close()
         raise
-    return EngineCore(executor, limits, model.eos_token_ids, Sampler(model.vocab_size, model.eos_token_ids)), executor
+    sampler = Sampler(model.vocab_size, model.eos_token_ids)
+    core = EngineCore(executor, limits, model.eos_token_ids, sampler, step_seconds=step_seconds, marks=marks)
+    return core, executor
 
 
 def warm_up(executor: Executor, limits: EffectiveLimits) -> None:
@@ -44,16 +55,35 @@ def warm_up(executor: Executor, limits: EffectiveLimits) -> None:
     widest = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     tokens_each, extra = divmod(limits.max_num_batched_tokens, widest)
     longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)
-    for query_lens, context in (
-        ([1], 0),
-        ([1], longest - 1),
-        ([min(tokens_each + (i < extra), longest) for i in range(widest)], 0),
+    for query_lens, context, num_drafts in (
+        ([1], 0, 0),
+        ([1], longest - 1, 0),
+        ([min(tokens_each + (i < extra), longest) for i in range(widest)], 0, max_step_drafts(limits)),
     ):
-        executor.execute(_idle_step(query_lens, context, limits.block_size))
+        executor.execute(_idle_step(query_lens, context, limits.block_size, num_drafts))
 
 
-def _idle_step(query_lens: list[int], context: int, block_size: int) -> StepTensors:
-    """A step whose sequences have *context* tokens before it, in blocks 0 and up, and whose own K and V go nowhere."""
+def time_decodes(executor: Executor, limits: EffectiveLimits) -> dict[int, float]:
+    """Seconds of a step of so many decodes; the faster of two, for the first may still warm up."""
+    seconds = {}
+    for size in DECODE_SIZES:
+        if size <= min(limits.max_num_seqs, limits.max_num_batched_tokens):
+            step = _idle_step([1] * size, 0, limits.block_size)
+            seconds[size] = min(_time(executor, step), _time(executor, step))
+    return seconds
+
+
+def _time(executor: Executor, step: StepTensors) -> float:
+    begin = perf_counter()
+    executor.execute(step)
+    return perf_counter() - begin
+
+
+def _idle_step(query_lens: list[int], context: int, block_size: int, num_drafts: int = 0) -> StepTensors:
+    """A step whose sequences have *context* tokens before it, in blocks 0 and up, and whose own K and V go nowhere.
+
+    *num_drafts* rows of logits beside one a sequence, as far as there are tokens.
+    """
     lens = np.array(query_lens, np.int32)
     total = int(lens.sum())
     cu_query_lens = np.concatenate([[0], lens.cumsum()]).astype(np.int32)
@@ -65,5 +95,5 @@ def _idle_step(query_lens: list[int], context: int, block_size: int) -> StepTens
         cu_query_lens=cu_query_lens,
         kv_lens=context + lens,
         block_table=np.tile(np.arange(longest, dtype=np.int32), (len(lens), 1)),
-        logits_indices=cu_query_lens[1:].astype(np.int64) - 1,
+        logits_indices=np.concatenate([cu_query_lens[1:] - 1, np.arange(min(num_drafts, total))]).astype(np.int64),
     )

@@ -12,6 +12,7 @@ import msgspec
 from castline.runtime.client import EffectiveLimits, Stats
 from castline.runtime.events import SequenceEvent
 from castline.runtime.request import Request
+from castline.runtime.step_profile import ProfileOptions
 
 _LENGTH = struct.Struct("<I")
 
@@ -22,6 +23,7 @@ class Load(msgspec.Struct, tag=True, frozen=True):
     bundle: str
     limits: EffectiveLimits
     num_threads: int
+    profile: ProfileOptions | None = None
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
@@ -32,6 +34,10 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     request_id: str
     index: int | None = None
     """One continuation, or all."""
+
+
+class Profile(msgspec.Struct, tag=True, frozen=True):
+    """Write the profile that is being recorded, if there is one, and begin the next. Only after a Load with one."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -53,7 +59,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-Command = Load | Add | Abort | Stop
+Command = Load | Add | Abort | Profile | Stop
 Report = Ready | StepDone | Failed
 
 Message = TypeVar("Message")

@@ -4,8 +4,10 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
+
+from msgspec import structs
 
 from castline.engines.errors import RequestError
 from castline.runtime.client import EngineClient, Output
@@ -75,7 +77,7 @@ async def _merged(engine: EngineClient, job: Job) -> AsyncGenerator[Output, None
         try:
             async with aclosing(_generate(engine, job, prompt_index)) as outputs:
                 async for output in outputs:
-                    queue.put_nowait(replace(output, index=first_index + output.index))
+                    queue.put_nowait(structs.replace(output, index=first_index + output.index))
         except RequestError as error:
             queue.put_nowait(_in_list(error, prompt_index))
         except Exception as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from castline.engines.errors import ErrorCode, RequestError
 from castline.runtime.client import Output, Stats
 from castline.runtime.events import FinishReason
+from castline.server.histogram import Histogram
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 ITL_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40)
@@ -31,6 +32,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
     ("num_preemptions", "Sequences whose KV blocks were taken back, to be computed again.", lambda s: s.preemptions),
     ("engine_steps", "Forward passes.", lambda s: s.steps),
+    ("spec_drafted_tokens", "Tokens guessed ahead and put to the model.", lambda s: s.spec_drafted_tokens),
+    ("spec_accepted_tokens", "Guessed tokens that the model chose too.", lambda s: s.spec_accepted_tokens),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),
@@ -77,6 +80,9 @@ class Metrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
         )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "From arrival to the first step that computes the prompt.", TTFT_BUCKETS
+        )
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds", "Between two tokens of a continuation.", ITL_BUCKETS
         )
@@ -98,8 +104,9 @@ class Metrics:
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"castline:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
-        return histogram.labels(self._model_name)
+        histogram = Histogram(f"castline:{name}", text, {"model_name": self._model_name}, buckets)
+        self.registry.register(histogram)
+        return histogram
 
     def _counters(self, name: str, text: str, label: str, values: list[str]) -> dict[str, Counter]:
         counter = Counter(f"castline:{name}", text, ["model_name", label], registry=self.registry)
@@ -150,6 +157,7 @@ class RequestMeter:
         self._started = True
         if output.prompt is not None:
             self._metrics.request_prompt_tokens.observe(len(output.prompt.prompt_token_ids))
+            self._metrics.queue_time.observe(output.prompt.queue_s)
         continuation = self._continuations.setdefault(output.index, _Continuation())
         if output.token_ids:
             self._observe_tokens(continuation, len(output.token_ids), now)
@@ -162,9 +170,7 @@ class RequestMeter:
             continuation.first = now
             self._metrics.time_to_first_token.observe(now - self._arrival)
         else:
-            interval = (now - continuation.last) / count
-            for _ in range(count):
-                self._metrics.inter_token_latency.observe(interval)
+            self._metrics.inter_token_latency.observe((now - continuation.last) / count, count)
         continuation.tokens += count
         continuation.last = now
 

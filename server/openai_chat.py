@@ -3,7 +3,7 @@
 import time
 import uuid
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from castline.runtime.client import Output
 from castline.runtime.events import TokenLogprobs
@@ -16,6 +16,7 @@ from castline.server.openai_responses import (
     ChatChoice,
     ChatLogprobs,
     ChunkChoice,
+    ChunkEncoder,
     Delta,
     Message,
     UsageCounter,
@@ -77,7 +78,7 @@ class ChatStream(StreamWriter):
         self._logprobs = logprobs
         self._usage = UsageCounter()
         self._include_usage = include_usage
-        self._no_usage: UnsetType | None = None if include_usage else UNSET
+        self._chunks = ChunkEncoder(head, None if include_usage else UNSET)
         self._begun: set[int] = set()
 
     def events(self, output: Output) -> bytes:
@@ -97,7 +98,7 @@ class ChatStream(StreamWriter):
         return events
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
-        return sse(self._head.answer((choice,), self._no_usage))
+        return self._chunks.event(choice)
 
     def last_events(self) -> bytes:
         return sse(self._head.answer((), self._usage.usage())) if self._include_usage else b""

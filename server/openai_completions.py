@@ -7,7 +7,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from castline.runtime.client import Output, PromptInfo
 from castline.server.job import AnswerWriter, Job, StreamWriter
@@ -16,6 +16,7 @@ from castline.server.openai_params import Prompt, completion_params, prompts_of
 from castline.server.openai_requests import decode_completion
 from castline.server.openai_responses import (
     AnswerHead,
+    ChunkEncoder,
     CompletionChoice,
     CompletionLogprobs,
     UsageCounter,
@@ -120,12 +121,12 @@ class CompletionStream(StreamWriter):
         self._choices = choices
         self._usage = UsageCounter()
         self._include_usage = include_usage
-        self._no_usage: UnsetType | None = None if include_usage else UNSET
+        self._chunks = ChunkEncoder(head, None if include_usage else UNSET)
 
     def events(self, output: Output) -> bytes:
         self._usage.add(output)
         return b"".join(
-            sse(self._head.answer((choice,), self._no_usage))
+            self._chunks.event(choice)
             for choice in self._choices.push(output)
             if choice.text or choice.finish_reason or (choice.logprobs and choice.logprobs.tokens)
         )

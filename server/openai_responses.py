@@ -112,6 +112,18 @@ class AnswerHead:
         return Answer(self.id, self.object, self.created, self.model, self.system_fingerprint, choices, usage)
 
 
+class ChunkEncoder:
+    """Server-sent events of one choice each: what is the same in all of a request's is encoded once."""
+
+    def __init__(self, head: AnswerHead, usage: UnsetType | None) -> None:
+        empty = sse(head.answer((), usage))
+        cut = empty.rindex(b"]")  # only the usage, which is null or left out, comes after the choices
+        self._before, self._after = empty[:cut], empty[cut:]
+
+    def event(self, choice: CompletionChoice | ChunkChoice) -> bytes:
+        return self._before + _encoder.encode(choice) + self._after
+
+
 class UsageCounter:
     """Adds up the tokens of all of a request's prompts and continuations."""
 

@@ -87,9 +87,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def int8_engine(engines: Callable[..., Path]) -> Path:
-    """Repository with the default demo engine: int8 weights, int8 KV."""
-    return engines("int8", "int8")
+def default_engine(engines: Callable[..., Path]) -> Path:
+    """Repository with the default demo engine: 4-bit weights on their own grid, int8 KV."""
+    return engines("auto", "auto")
 
 
 @pytest.fixture(scope="session")

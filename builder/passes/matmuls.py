@@ -1,4 +1,4 @@
-"""Matmuls of one input as one matmul: Q, K and V; gate and up.
+"""Matmuls in one form, and those of one input as one matmul: Q, K and V; gate and up.
 
 Weights are joined lazily, when they are read. A model that comes merged (phi3) is recognised and left as it is.
 """
@@ -23,6 +23,24 @@ from castline.builder.passes.walk import (
     users,
 )
 from castline.builder.passes.weights import joined
+
+
+def split_gemm(model: ir.Model) -> int:
+    """``x W + b`` as one Gemm (gpt2's layers) becomes MatMul and Add, which the other passes know."""
+    done = 0
+    for gemm in nodes(model, "Gemm"):
+        bias = gemm.inputs[2] if len(gemm.inputs) > 2 else None
+        scaled = any(attribute(gemm, name, 1.0) != 1.0 for name in ("alpha", "beta"))
+        turned = attribute(gemm, "transA", 0) or attribute(gemm, "transB", 0)
+        if scaled or turned or not is_weight(gemm.inputs[1]) or (bias is not None and not is_weight(bias)):
+            continue
+        new = [make("MatMul", gemm.inputs[:2], like=gemm.outputs[0])]
+        if bias is not None:
+            new.append(make("Add", [new[0].outputs[0], bias], like=gemm.outputs[0]))
+        model.graph.insert_before(gemm, new)
+        replace(gemm.outputs[0], new[-1].outputs[0])
+        done += 1
+    return done
 
 
 def merge_qkv(model: ir.Model) -> int:

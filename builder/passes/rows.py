@@ -10,11 +10,12 @@ import numpy as np
 import onnx_ir as ir
 
 from castline.builder.passes.layout import TOKENS, origin, run_chain
-from castline.builder.passes.norms import MS, RMS_NORM, SKIP_RMS_NORM
+from castline.builder.passes.norms import RMS_NORM
 from castline.builder.passes.walk import (
     add_constant,
     attribute,
     ints,
+    is_op,
     is_weight,
     make,
     nodes,
@@ -24,7 +25,7 @@ from castline.builder.passes.walk import (
     replace,
     users,
 )
-from castline.plugins.contract import DOMAIN, LOGITS_INDICES, PAGED_ATTENTION
+from castline.plugins.contract import LOGITS_INDICES, PAGED_ATTENTION
 
 _ELEMENTWISE = {
     "Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Reciprocal", "Neg", "Abs", "Exp", "Tanh", "Sigmoid", "Gelu", "Erf",
@@ -61,6 +62,9 @@ def drop_batch_axis(model: ir.Model) -> int:
             edits.append(_bypass(node))
             flat.add(node.outputs[0])
             continue
+        if node.inputs and node.inputs[0] not in flat and _reshapes_rows(node, ()):
+            edits.append(_bypass(node))
+            continue
         touched = any(value in flat for value in node.inputs) or _unflattens(node)
         if touched and not _plan(model, node, flat, edits):
             return 0
@@ -75,12 +79,32 @@ def drop_batch_axis(model: ir.Model) -> int:
 
 
 def _starts(model: ir.Model, node: ir.Node) -> bool:
-    return node.op_type == "Unsqueeze" and node.inputs[0] is model.graph.inputs[0] and ints(node.inputs[1]) == [0]
+    """An Unsqueeze that makes the batch axis: of token ids, of positions to look up, or of rows [T, n]."""
+    value = node.inputs[0] if node.inputs else None
+    if node.op_type != "Unsqueeze" or value is None or ints(node.inputs[1]) != [0]:
+        return False
+    if value is model.graph.inputs[0]:
+        return True
+    if value.is_graph_input():
+        return all(is_op(user, "Gather") and user.inputs[1] is node.outputs[0] for user in users(node.outputs[0]))
+    return value.shape is not None and len(value.shape) == 2 and str(value.shape[0]) == "T"
 
 
 def _unflattens(node: ir.Node) -> bool:
-    """The Reshape [T, n] → [1, T, n] behind a PagedAttention."""
-    return node.op_type == "Reshape" and producer(node.inputs[0], PAGED_ATTENTION, DOMAIN) is not None
+    """The Reshape [T, n] → [1, T, n] behind a PagedAttention, or behind a matmul that the model wrote for rows."""
+    return _reshapes_rows(node, (1,))
+
+
+def _reshapes_rows(node: ir.Node, leading: tuple[int, ...]) -> bool:
+    """Whether *node* is a Reshape of [T, n] to [*leading, T, n]."""
+    value = node.inputs[0] if node.inputs else None
+    if not is_op(node, "Reshape") or value is None or value.shape is None or len(value.shape) != 2:
+        return False
+    width = value.shape[-1]
+    if str(value.shape[0]) != "T" or not isinstance(width, int):
+        return False
+    out = run_chain([node], np.zeros((TOKENS, width), np.int64))
+    return out is not None and out.shape == (*leading, TOKENS, width)
 
 
 def _bypass(node: ir.Node) -> Callable[[], None]:
@@ -98,7 +122,7 @@ def _plan(model: ir.Model, node: ir.Node, flat: set[ir.Value], edits: list[Calla
         flat.add(node.outputs[0])
         return True
     if node.op_type == "Reshape" and node.domain == "":
-        return _plan_reshape(node, edits)
+        return _plan_reshape(node, flat, edits)
     if node.op_type == "Gather" and node.domain == "":
         return _plan_gather(model, node, flat, edits)
     if not (_is_token_local(node) and _broadcasts(node, flat)):
@@ -110,16 +134,19 @@ def _plan(model: ir.Model, node: ir.Node, flat: set[ir.Value], edits: list[Calla
     return True
 
 
-def _plan_reshape(node: ir.Node, edits: list[Callable[[], None]]) -> bool:
-    """A Reshape to [-1, n] of [T, n] does nothing any more."""
+def _plan_reshape(node: ir.Node, flat: set[ir.Value], edits: list[Callable[[], None]]) -> bool:
+    """A Reshape of [1, T, n] to [-1, n], or to what it is already, does nothing any more."""
     value = node.inputs[0]
-    width = value.shape[-1] if value is not None and value.shape is not None else None
-    if not isinstance(width, int):
+    rest = list(value.shape[2:]) if value is not None and value.shape is not None and len(value.shape) > 1 else [None]
+    if not all(isinstance(size, int) for size in rest):
         return False
-    out = run_chain([node], np.zeros((1, TOKENS, width), np.int64))
-    if out is None or out.shape != (TOKENS, width):
+    shape = (1, TOKENS, *rest)
+    out = run_chain([node], np.zeros(shape, np.int64))
+    if out is None or out.shape not in (shape, shape[1:]):
         return False
     edits.append(_bypass(node))
+    if out.shape == shape:
+        flat.add(node.outputs[0])
     return True
 
 
@@ -154,8 +181,6 @@ def _is_operand(value: ir.Value) -> bool:
 
 def _is_token_local(node: ir.Node) -> bool:
     """Whether *node* computes each token from that token alone, and so commutes with taking rows."""
-    if node.domain == MS:
-        return node.op_type == SKIP_RMS_NORM
     if node.domain != "":
         return False
     if node.op_type in _ELEMENTWISE:

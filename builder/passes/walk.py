@@ -123,6 +123,17 @@ def add_constant(model: ir.Model, name: str, array: NDArray[Any]) -> ir.Value:
     return add_initializer(model, name, ir.tensor(array, name=name))
 
 
+def remove_unused(model: ir.Model, node: ir.Node) -> None:
+    """Removes *node*, should nothing read it, and what then nothing reads before it."""
+    if node.graph is None or any(out.uses() or out.is_graph_output() for out in node.outputs):
+        return
+    before = dict.fromkeys(value.producer() for value in node.inputs if value is not None)
+    model.graph.remove(node, safe=True)
+    for earlier in before:
+        if earlier is not None:
+            remove_unused(model, earlier)
+
+
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Every use of *old*, as output of the graph too, becomes *new*."""
     if new.type is None:

@@ -1,1 +1,1 @@
-"""From the fused graph to an engine for an NVIDIA GPU: precision, lowering, kernels, plan, proof of the graph."""
+"""From the fused graph to an engine for an NVIDIA GPU: precision, lowering, kernels, plan, proof."""

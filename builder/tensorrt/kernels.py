@@ -54,7 +54,7 @@ def compile_kernels(target: KernelTarget, attention: Sequence[AttentionAttribute
     if find_spec("triton") is None:
         raise BuildError("kernels: Triton is not installed: pip install 'castline[build-gpu]'")
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        raise BuildError("kernels: TRITON_INTERPRET is set, so that Triton interprets kernels: unset it")
+        raise BuildError("kernels: TRITON_INTERPRET is set, so Triton interprets kernels: unset it to compile them")
     major, minor = map(int, target.compute_capability.split("."))
     compiler = KernelCompiler((major, minor), target.activations)
     compiled: list[Compiled] = []

@@ -80,7 +80,7 @@ def build_for_gpu(options: BuildOptions, log: BuildLog) -> Path:
     checkpoint, plan = stages.read_checkpoint(options, log)
     wanted = GpuBuild(replace(plan, host=target.host()), target)
     with write_bundle(options.output, plan.facts.name, options.version) as draft:
-        fused = stages.export_and_fuse(checkpoint, log)
+        fused = stages.export_and_fuse(checkpoint, plan.max_model_len, log)
         e4m3 = quantize(wanted, checkpoint, fused.model, log)
         lower(wanted, fused.model, log)
         operators, sizes = count_operators(fused.model), weight_sizes(fused.model)
@@ -118,7 +118,10 @@ def quantize(wanted: GpuBuild, checkpoint: Checkpoint, model: ir.Model, log: Bui
             ).passages
             with log.bar("measuring activations", len(passages)) as advance:
                 absmax = calibrate(model, passages, advance)
-            stage.summary = f"{len(absmax)} matmul inputs over {sum(map(len, passages)):,} tokens, largest {max(absmax.values()):.3g}"
+            stage.summary = (
+                f"{len(absmax)} matmul inputs over {sum(map(len, passages)):,} tokens, "
+                f"largest {max(absmax.values()):.3g}"
+            )
     with log.stage("quantize") as stage:
         matmuls = layer_matmuls(model)
         if recipe == "fp8":
@@ -137,8 +140,8 @@ def lower(wanted: GpuBuild, model: ir.Model, log: BuildLog) -> None:
         lower_tensorrt(model, activations=activations, kv_dtype=kv_dtype, block_size=wanted.block_size)
         over_layers = wanted.block_bytes * wanted.plan.facts.num_layers
         stage.summary = (
-            f"{activations}, {before:,} → {len(model.graph):,} nodes; {kv_dtype} KV blocks of {wanted.block_size} tokens, "
-            f"{over_layers:,} bytes over all layers"
+            f"{activations}, {before:,} → {len(model.graph):,} nodes; {kv_dtype} KV blocks of {wanted.block_size} "
+            f"tokens, {over_layers:,} bytes over all layers"
         )
 
 
@@ -228,7 +231,7 @@ def verify_graph(
             log.bar("comparing with the reference", len(case.passages) + len(case.prompts)) as advance,
         ):
             measured = measure(case, engine, torch_reference(checkpoint.model), limits=limits, advance=advance)
-        report = judge(*measured, plan.recipe.tolerance_for(kv_dtype))
+        report = judge(measured, plan.recipe.tolerance_for(kv_dtype))
         report = replace(report, parity=replace(report.parity, subject="graph"))
         stage.summary = f"the graph, by ONNX Runtime: {stages.describe_parity(report)}"
         if not options.allow_unverified:
@@ -253,7 +256,7 @@ def make_manifest(wanted: GpuBuild, report: ParityReport | None, graph_file: str
         parity=report.parity if report else None,
         plugin=describe(),
         graph_file=graph_file,
-        tool_versions=_tool_versions(wanted.target),
+        tool_versions=dict(_tool_versions(wanted.target)),
         files={},
         inputs_sha256=inputs,
     )
@@ -286,6 +289,7 @@ def _describe_plan(wanted: GpuBuild, compiled: CompiledPlan) -> str:
     fp8 = sum(layer.types.count("FP8") >= 2 for layer in compiled.layers)
     plugins = sum(layer.kind == "PluginV3" for layer in compiled.layers)
     return (
-        f"{wanted.target.flavour} {flavour_version(wanted.target.flavour)} for {wanted.target.sku.name}: {size:,.1f} MiB, "
-        f"{len(compiled.layers)} layers in two profiles, {plugins} of attention, {fp8} of e4m3, no copies of the KV pools"
+        f"{wanted.target.flavour} {flavour_version(wanted.target.flavour)} for {wanted.target.sku.name}: "
+        f"{size:,.1f} MiB, {len(compiled.layers)} layers in two profiles, {plugins} of attention, {fp8} of e4m3, "
+        "no copies of the KV pools"
     )

@@ -76,7 +76,7 @@ def _logger(tensorrt: TensorRT) -> Any:
     """Keeps every message; prints none."""
     api = tensorrt.api
 
-    class Log(api.ILogger):  # type: ignore[misc]
+    class Log(api.ILogger):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.lines: list[str] = []

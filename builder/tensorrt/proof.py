@@ -1,4 +1,4 @@
-"""The graph that TensorRT gets, made executable by ONNX Runtime with the cpu plugin: it is proved apart from the device.
+"""The graph that TensorRT gets, made executable by ONNX Runtime with the cpu plugin: proof without the device.
 
 What changes, and all that does:
 

@@ -30,8 +30,8 @@ HALF: Final[dict[str, Any]] = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 def quantize_fp8(model: ir.Model, absmax: Mapping[str, float], activations: str) -> int:
     """e4m3 for the matmuls of the layers, in place; the count is of matmuls.
 
-    A weight has a scale for each output channel (one, and a power of two each), an activation one for all: *absmax* has the largest magnitude seen at
-    the input of each matmul, by the name of its weight.
+    A weight has a scale for each output channel (one, and a power of two each), an activation one for all:
+    *absmax* has the largest magnitude seen at the input of each matmul, by the name of its weight.
     """
     half = HALF[activations]
     quantised: dict[tuple[ir.Value, float], ir.Value] = {}
@@ -100,7 +100,8 @@ def _e4m3_weight(model: ir.Model, node: ir.Node, weight: ir.Value, half: Any) ->
 
     def codes() -> NDArray[Any]:
         scaled = tensor.numpy() / (np.expand_dims(shifts, along) * scale)
-        return np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+        clipped: NDArray[Any] = np.clip(scaled, -E4M3_MAX, E4M3_MAX)
+        return clipped.astype(ml_dtypes.float8_e4m3fn)
 
     values = [
         add_initializer(model, f"{weight.name}.e4m3", _lazy(codes, ir.DataType.FLOAT8E4M3FN, shape)),
@@ -151,7 +152,7 @@ def _int4_weight(model: ir.Model, node: ir.Node, weight: ir.Value, axis: int, bl
 def _dequantised(
     model: ir.Model, before: ir.Node, weight: ir.Value, values: list[ir.Value], **attributes: int
 ) -> ir.Value:
-    restore = make("DequantizeLinear", values, like=weight, **attributes)
+    restore = make("DequantizeLinear", values, like=weight, **attributes)  # type: ignore[arg-type]
     restore.name = f"{weight.name}.dequantize"
     model.graph.insert_before(before, restore)
     return restore.outputs[0]

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 
 from castline.builder.options import BLOCK_SIZES, BuildOptions, KvDtypeChoice
-from castline.builder.recipes import DEFAULT_RECIPE, RECIPES
+from castline.builder.recipes import AUTO_RECIPE, DEFAULT_RECIPE, RECIPES
 from castline.engines.build_recipe import BuildRecipe
 from castline.engines.errors import BuildError
 from castline.engines.manifest import Target
@@ -19,7 +19,12 @@ from castline.engines.sku import Sku
 from castline.option_types import WEIGHT_RECIPES, RecipeChoice, SkuChoice, merge, sku_defaults
 
 _DEFAULTS = BuildOptions("", Path())
-_RECIPE_HELP = "; ".join(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values())
+_RECIPE_HELP = "; ".join(
+    [
+        f"{AUTO_RECIPE}: q4_1 where the weights are on its grid, else int8",
+        *(f"{recipe.name}: {recipe.summary}" for recipe in RECIPES.values()),
+    ]
+)
 _GPU_RECIPE_HELP = "; ".join(f"{form.name}: {form.summary}" for form in GPU_WEIGHTS.values())
 DEFAULT_OUTPUT = Path("models")
 _NEEDED = ("torch", "transformers", "safetensors", "onnx", "onnx_ir", "onnxscript", "gguf", "matplotlib", "rich")

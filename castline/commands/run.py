@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 import sys
 from pathlib import Path
 from time import perf_counter
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from castline.runtime.loader import EnginePlan, LoadOptions, plan_engine
+from castline.runtime.loader import DEFAULT_DRAFTS, SPECULATION_MODES, EnginePlan, LoadOptions, plan_engine
+from castline.runtime.step_profile import DEFAULT_STEPS, ProfileOptions
 from castline.server.options import Endpoints, ServerOptions
 
 if TYPE_CHECKING:
@@ -37,6 +39,19 @@ PORT = click.IntRange(0, 65535)
 @click.option("--max-waiting", default=LOAD.max_waiting, show_default=True, help="Requests that may wait.")
 @click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the tuner's choice]")
 @click.option(
+    "--speculation",
+    type=click.Choice(SPECULATION_MODES),
+    default=LOAD.speculation,
+    show_default=True,
+    help="Guess tokens ahead from the text so far, where it pays. Answers stay the same.",
+)
+@click.option(
+    "--max-drafts",
+    type=int,
+    metavar="N",
+    help=f"Tokens guessed ahead at most, for each sequence.  [default: {DEFAULT_DRAFTS}]",
+)
+@click.option(
     "--drain-timeout",
     type=click.FloatRange(min=0),
     default=SERVER.drain_timeout_s,
@@ -46,6 +61,21 @@ PORT = click.IntRange(0, 65535)
 )
 @click.option("--allow-unverified", is_flag=True, help="Serve an engine that did not pass its parity check.")
 @click.option("--verify-files", is_flag=True, help="Hash every file of the engine first.")
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIRECTORY",
+    help="Record where the time of the first steps goes, by phase and operator: prints a table, and writes "
+    "DIRECTORY/castline-N.trace.json for ui.perfetto.dev. SIGUSR1 ends the recording and begins the next.",
+)
+@click.option(
+    "--profile-steps",
+    type=click.IntRange(min=1, max=10_000),
+    default=DEFAULT_STEPS,
+    show_default=True,
+    metavar="N",
+    help="Steps of a recording.",
+)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 def command(
     repository: Path,
@@ -54,6 +84,8 @@ def command(
     http_port: int,
     grpc_port: int,
     drain_timeout: float,
+    profile: Path | None,
+    profile_steps: int,
     log_level: str,
     **load: Any,
 ) -> None:
@@ -63,7 +95,11 @@ def command(
     plan = plan_engine(repository, LoadOptions(**load))
     name = served_model_name or _model_name(plan)
     options = ServerOptions(host, http_port, grpc_port, name, drain_timeout)
-    # Here, so that help and a refused engine answer at once.
+    profiling = None if profile is None else ProfileOptions.into(profile, profile_steps)
+    # Here, so that help and a refused engine answer at once; and the engine loads while the server is imported.
+    from castline.runtime.engine_link import EngineProcess
+
+    loading = EngineProcess.load(plan, profiling)
     from castline.runtime.async_engine import AsyncEngine
     from castline.server.app import serve
 
@@ -74,7 +110,17 @@ def command(
     def on_ready(model: "ServedModel", endpoints: Endpoints) -> None:
         click.echo(f"ready in {perf_counter() - begin:.2f} s: {endpoints.http}/v1 {endpoints.grpc}")
 
-    asyncio.run(serve(lambda: AsyncEngine.start(plan), options, on_listening=on_listening, on_ready=on_ready))
+    async def open_engine() -> AsyncEngine:
+        engine = await AsyncEngine.start(plan, profile=profiling, loading=loading)
+        if profiling is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.start_profile)
+        return engine
+
+    try:
+        asyncio.run(serve(open_engine, options, on_listening=on_listening, on_ready=on_ready))
+    finally:
+        process, _ = loading
+        process.kill()  # it has ended, unless the server could not begin
 
 
 def _model_name(plan: EnginePlan) -> str:
@@ -94,6 +140,10 @@ def _print_plan(plan: EnginePlan, name: str) -> None:
         f"limits: max_model_len {limits.max_model_len}, max_num_seqs {limits.max_num_seqs}, "
         f"max_num_batched_tokens {limits.max_num_batched_tokens}, max_waiting {limits.max_waiting}"
     )
+    if limits.max_drafts:
+        click.echo(f"speculation: prompt lookup where it pays, up to {limits.max_drafts} tokens ahead")
+    else:
+        click.echo("speculation: off")
     pool_mib = plan.pool.total_bytes / 2**20
     click.echo(f"KV cache: {limits.num_blocks} blocks of {limits.block_size} tokens ({pool_mib:.0f} MiB)")
     click.echo(f"maximum concurrency at max_model_len ({limits.max_model_len}): {limits.max_concurrency:.2f}x")

@@ -14,7 +14,7 @@ from castline.engines.hashing import sha256_file
 from castline.engines.manifest import Plugin
 
 PLUGIN_NAME: Final = "castline_cpu"
-PLUGIN_VERSION: Final = "2"
+PLUGIN_VERSION: Final = "3"
 """Version of the node's contract and of the block layout; the pair of castline_plugin_version() in plugin.cpp."""
 MIN_ONNXRUNTIME: Final = (1, 23)
 
@@ -26,6 +26,11 @@ def library_path() -> Path:
     """Path of the native library, checked to exist and to be of this castline's version. Raises EngineError."""
     _load()
     return _LIBRARY_PATH
+
+
+def library() -> ctypes.CDLL:
+    """The native library, checked as `library_path` does, for those who call its functions. Raises EngineError."""
+    return _load()
 
 
 def describe() -> Plugin:
@@ -53,6 +58,11 @@ def active_isa() -> str:
     if name is None:
         raise EngineError(f"CASTLINE_ISA names kernels this host lacks; it has {', '.join(available_isas())}")
     return str(name.decode())
+
+
+def has_wide_kernels() -> bool:
+    """Whether the Linear nodes of a session opened now have wide kernels. Raises EngineError as `active_isa`."""
+    return active_isa() == "amx"
 
 
 @cache

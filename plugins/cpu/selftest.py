@@ -1,50 +1,117 @@
-"""Runs tiny attention nodes through ONNX Runtime and compares them with the reference: does the library work here?"""
+"""Runs tiny nodes through ONNX Runtime and compares them with the references: does the library work here?"""
 
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import onnxruntime
+from numpy.typing import NDArray
 
 from castline.engines.errors import EngineError
 from castline.plugins.contract import CPU_KV_DTYPES, AttentionAttributes, QkNorm, kv_pool_name
-from castline.plugins.cpu.library import PLUGIN_NAME, active_isa, library_path
+from castline.plugins.cpu.library import PLUGIN_NAME, active_isa, has_wide_kernels, library_path
+from castline.plugins.cpu.linear_model import (
+    IDS,
+    SCALES,
+    WEIGHT,
+    linear_feeds,
+    serialise_embedding_model,
+    serialise_linear_model,
+)
 from castline.plugins.cpu.node_model import block_bytes, serialise_node_model
+from castline.plugins.linear import (
+    LINEAR_GROUPS,
+    Activation,
+    EmbeddingAttributes,
+    LinearAttributes,
+    LinearFormat,
+)
+from castline.plugins.linear_packing import PackedWeight, pack, pack_gated
+from castline.plugins.linear_reference import LinearInputs, embedding, linear
 from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
 
-TOLERANCE: Final = 1e-3
-"""Of outputs whose size is about 1."""
+ATTENTION_TOLERANCE: Final = 1e-2
+"""Of outputs whose size is about 1: a wrong kernel is off by as much, queries rounded to bf16 (fp8 pools) by less."""
+LINEAR_TOLERANCE: Final = 1e-3
+WIDE_TOLERANCE: Final = 3e-2
+"""Of wide linear kernels, which may round weights to bf16."""
 
 _TOKENS: Final = 21
 _BLOCKS: Final = 3
 
+Floats = NDArray[np.float32]
+
 
 def run_self_test() -> None:
-    """Raises EngineError naming the KV dtype whose result is wrong; takes some milliseconds."""
-    isa = active_isa()
+    """Raises EngineError naming the KV dtype or the format whose result is wrong; takes some milliseconds."""
     for code in CPU_KV_DTYPES:
-        attributes = AttentionAttributes(
-            layer=0,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            scale=32**-0.5,
-            block_size=16,
-            kv_dtype=int(code),
-            rotary_dim=32,
-            qk_norm=int(QkNorm.PER_HEAD),
+        _test_attention(code.name.lower(), int(code))
+    for fmt, groups in LINEAR_GROUPS.items():
+        for group in groups:
+            _test_linear(fmt, group)
+    _test_embedding()
+
+
+def _test_attention(name: str, code: int) -> None:
+    attributes = AttentionAttributes(
+        layer=0,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        scale=32**-0.5,
+        block_size=16,
+        kv_dtype=code,
+        rotary_dim=32,
+        qk_norm=int(QkNorm.PER_HEAD),
+    )
+    inputs = _attention_inputs(attributes)
+    expected = paged_attention(attributes, inputs, ReferencePool.zeros(attributes, _BLOCKS))
+    feeds = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    feeds[kv_pool_name(0)] = np.zeros((_BLOCKS, block_bytes(attributes)), np.uint8)
+    _compare(f"{name} blocks", serialise_node_model(attributes), feeds, expected, ATTENTION_TOLERANCE)
+
+
+def _test_linear(fmt: LinearFormat, group: int) -> None:
+    """The narrow kernels, then, where the host has them, the wide ones."""
+    rng = np.random.default_rng(0)
+    k, n = 96, 40
+    gate, up = (rng.standard_normal((2, n, k)) / np.sqrt(k)).astype(np.float32)
+    packed = pack_gated(gate, up, fmt, group)
+    inputs = LinearInputs(
+        x=rng.standard_normal((_TOKENS, k)).astype(np.float32),
+        norm_weight=rng.uniform(0.5, 1.5, k).astype(np.float32),
+        bias=rng.standard_normal((2, n)).astype(np.float32),
+        residual=rng.standard_normal((_TOKENS, n)).astype(np.float32),
+    )
+    for wide in (False, True) if has_wide_kernels() else (False,):
+        attributes = LinearAttributes(
+            k=k,
+            n=n,
+            format=int(fmt),
+            group=group,
+            activation=int(Activation.SILU),
+            gated=1,
+            norm=1,
+            wide_rows=1 if wide else -1,
         )
-        inputs = _inputs(attributes)
-        expected = paged_attention(attributes, inputs, ReferencePool.zeros(attributes, _BLOCKS))
-        error = float(np.abs(_run(attributes, inputs) - expected).max())
-        if not error <= TOLERANCE:
-            raise EngineError(
-                f"plugin {PLUGIN_NAME}: the self-test of {code.name.lower()} blocks with the {isa} kernels is off by "
-                f"{error:.2g} (at most {TOLERANCE:g} is right); set CASTLINE_ISA to narrower kernels and report the CPU"
-            )
+        what = f"{fmt.name} weights in groups of {group} ({'wide' if wide else 'narrow'})"
+        model = serialise_linear_model(attributes, bias=True, residual=True)
+        expected = linear(attributes, inputs, packed, wide=wide)
+        tolerance = WIDE_TOLERANCE if wide else LINEAR_TOLERANCE
+        _compare(what, model, linear_feeds(inputs, packed), expected, tolerance)
 
 
-def _inputs(a: AttentionAttributes) -> AttentionInputs:
+def _test_embedding() -> None:
+    weight = np.random.default_rng(0).standard_normal((40, 96)).astype(np.float32)
+    packed: PackedWeight = pack(weight, LinearFormat.W8, 0)
+    attributes = EmbeddingAttributes(k=96, n=40, format=int(LinearFormat.W8), group=0)
+    ids = np.arange(39, -1, -2)
+    feeds: dict[str, NDArray[Any]] = {IDS: ids, WEIGHT: packed.weight, SCALES: packed.scales}
+    _compare("the embedding", serialise_embedding_model(attributes), feeds, embedding(attributes, ids, packed), 0.0)
+
+
+def _attention_inputs(a: AttentionAttributes) -> AttentionInputs:
     rng = np.random.default_rng(0)
     angles = rng.uniform(-3, 3, (_TOKENS, a.rotary_dim // 2)).astype(np.float32)
     width = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
@@ -61,15 +128,22 @@ def _inputs(a: AttentionAttributes) -> AttentionInputs:
     )
 
 
-def _run(attributes: AttentionAttributes, inputs: AttentionInputs) -> np.ndarray:
+def _compare(what: str, model: bytes, feeds: Mapping[str, NDArray[Any]], expected: Floats, tolerance: float) -> None:
+    isa = active_isa()
+    error = float(np.abs(_run(model, feeds) - expected).max())
+    if not error <= tolerance:
+        raise EngineError(
+            f"plugin {PLUGIN_NAME}: the self-test of {what} with the {isa} kernels is off by {error:.2g} (at most "
+            f"{tolerance:g} is right); set CASTLINE_ISA to narrower kernels and report the CPU"
+        )
+
+
+def _run(model: bytes, feeds: Mapping[str, NDArray[Any]]) -> Floats:
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(str(library_path()))
     options.intra_op_num_threads = 1
-    feeds = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
-    feeds[kv_pool_name(0)] = np.zeros((_BLOCKS, block_bytes(attributes)), np.uint8)
     try:
-        model = serialise_node_model(attributes)
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        return np.asarray(session.run(None, feeds)[0])
+        return np.asarray(session.run(None, dict(feeds))[0])
     except Exception as error:  # onnxruntime's own types share no base but Exception
         raise EngineError(f"plugin {PLUGIN_NAME}: the self-test cannot run: {error}") from error

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter_ns, time_ns
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from castline.engines.errors import EngineError
 from castline.plugins.contract import LOGITS, StepTensors, kv_pool_name
 from castline.plugins.cpu.library import active_isa, library_path
+from castline.plugins.cpu.operator_profile import OperatorRun, read_profile
 
 _ALIGNMENT: Final = 64
 _TOUCHING_THREADS: Final = 4
@@ -31,7 +33,8 @@ class SessionOptions:
     config: Mapping[str, str] = field(default_factory=dict)
     """Further session configuration entries of ONNX Runtime."""
     profile_prefix: str | None = None
-    """Write ONNX Runtime's profile, a JSON file whose name begins so, when the session is closed."""
+    """Write ONNX Runtime's profile, a JSON file whose name begins so, when the session is closed. A profile keeps
+    every run in memory: `CpuSession.start_profile` is for sessions that live long."""
 
 
 class CpuSession:
@@ -48,15 +51,16 @@ class CpuSession:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
-        self._session: Any = _open(graph, options or SessionOptions())
+        self._graph = graph
+        self._options = options or SessionOptions()
+        self._session: Any = _open(graph, self._options)
+        self._profiling = self._options.profile_prefix is not None
         inputs = {i.name: i.shape for i in self._session.get_inputs()}
         self.num_layers = _check_pool_inputs(inputs, block_bytes)
         self.vocab_size = _vocab_size(self._session)
         self._has_input = frozenset(inputs)
         self.pool = _allocate_pool(self.num_layers, num_blocks, block_bytes)
-        self._binding: Any = self._session.io_binding()
-        for layer in range(self.num_layers):
-            self._bind_input(kv_pool_name(layer), self.pool[layer])
+        self._binding = self._bind_pool()
         self._logits = np.empty(0, np.float32)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -77,7 +81,7 @@ class CpuSession:
         for name, array in feeds.items():
             if name in self._has_input:
                 feeds[name] = array = np.ascontiguousarray(array)
-                self._bind_input(name, array)
+                _bind_input(self._binding, name, array)
         logits = self._bind_logits(len(tensors.logits_indices))
         try:
             self._session.run_with_iobinding(self._binding)
@@ -85,11 +89,35 @@ class CpuSession:
             raise EngineError(f"the step failed: {error}") from error
         return logits
 
+    def start_profile(self, prefix: str) -> None:
+        """From the next step on, ONNX Runtime notes the time of every node; `end_profile` gives the notes.
+
+        It can be told so only when it opens a graph, so the graph is opened anew: the next step meets a cold session.
+        The pool and what is in it stay.
+        """
+        if self._session is None:
+            raise EngineError("the session is closed")
+        self._session = self._binding = None  # first: two sessions would be in memory at once
+        self._session = _open(self._graph, replace(self._options, profile_prefix=prefix))
+        self._profiling = True
+        self._binding = self._bind_pool()
+
+    def end_profile(self) -> list[OperatorRun]:
+        """The steps since `start_profile`, in order. Steps after it run at full speed again."""
+        clocks = perf_counter_ns() - time_ns()  # ONNX Runtime's clock is the system's
+        start_ns = self._session.get_profiling_start_time_ns() + clocks
+        path = Path(self._session.end_profiling())
+        self._profiling = False
+        try:
+            return read_profile(path, start_ns, self.vocab_size)
+        finally:
+            path.unlink()
+
     def close(self) -> None:
         """Releases the session, its threads and the pool, and writes the profile if one was asked for."""
         if self._session is None:
             return
-        if self._session.get_session_options().enable_profiling:
+        if self._profiling:
             self._session.end_profiling()
         self._binding = self._session = None
         self.pool = np.empty((0, 0, 0), np.uint8)
@@ -101,8 +129,12 @@ class CpuSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bind_input(self, name: str, array: NDArray[Any]) -> None:
-        self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    def _bind_pool(self) -> Any:
+        """A binding that knows the pool already."""
+        binding = self._session.io_binding()
+        for layer in range(self.num_layers):
+            _bind_input(binding, kv_pool_name(layer), self.pool[layer])
+        return binding
 
     def _bind_logits(self, rows: int) -> NDArray[np.float32]:
         size = rows * self.vocab_size
@@ -111,6 +143,10 @@ class CpuSession:
         view = self._logits[:size].reshape(rows, self.vocab_size)
         self._binding.bind_output(LOGITS, "cpu", 0, np.float32, view.shape, self._logits.ctypes.data)
         return view
+
+
+def _bind_input(binding: Any, name: str, array: NDArray[Any]) -> None:
+    binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
 
 def native_options(options: SessionOptions) -> Any:

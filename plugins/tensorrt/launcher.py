@@ -95,8 +95,9 @@ def attention_launches(
     """The launches of one node, in order on one stream.
 
     *addresses* has those of ``qkv``, ``pool``, ``slots``, ``cu_query_lens``, ``kv_lens``, ``table`` and ``out``, and of
-    ``cos``, ``sin``, ``q_weight``, ``k_weight`` where the node has them; *workspace* is the address of `workspace_bytes`
-    bytes. Kernels of one kind of sequence skip those of the other, so a mixed step launches decode and prefill.
+    ``cos``, ``sin``, ``q_weight``, ``k_weight`` where the node has them; *workspace* is that of
+    `workspace_bytes` bytes. Kernels of one kind of sequence skip those of the other, so a mixed step launches decode
+    and prefill.
     """
     if not shape.tokens or not shape.sequences:
         return []

@@ -16,8 +16,8 @@ _SOURCES: Final = ("plugin.py", "launcher.py", "kernel_set.py")
 
 @cache
 def describe() -> Plugin:
-    """The plugin of this installation. The hash is over the node, its launches and the kernels' sources: an engine whose
-    kernels were compiled from others is rebuilt."""
+    """The plugin of this installation. The hash is over the node, its launches and the kernels' sources: an engine
+    whose kernels were compiled from others is rebuilt."""
     digest = hashlib.sha256()
     for path in [*(_HERE / name for name in _SOURCES), *sorted((_HERE / "kernels").glob("*.py"))]:
         text = path.read_bytes()

@@ -1,4 +1,4 @@
-"""castline::PagedAttention as a TensorRT plugin (IPluginV3): shapes, types, the pool as an aliased output, and launches.
+"""castline::PagedAttention as a TensorRT plugin (IPluginV3): shapes, types, the pool as an aliased output, launches.
 
 The node, its attributes and its inputs are those of `castline.plugins.contract.AttentionAttributes`. One format, one
 tactic: which kernel shape is fastest is castline's own tuner's to say, on block tables that mean something.
@@ -196,7 +196,9 @@ class _Creator:
 
     def create_plugin(self, name: str, collection: Any, phase: Any) -> _Plugin:
         given = {field.name: field.data[0] for field in collection}
-        attributes = AttentionAttributes(**{f.name: f.type(given[f.name]) for f in fields(AttentionAttributes)})
+        attributes = AttentionAttributes(
+            **{f.name: (float if f.type is float else int)(given[f.name]) for f in fields(AttentionAttributes)}  # type: ignore[arg-type]
+        )
         return self.plugin_type(attributes, self.host)
 
 

@@ -77,8 +77,9 @@ class RequestRecord:
 class StreamReader:
     """The body of one response, as it arrives."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], on_arrival: Callable[[], None] | None = None) -> None:
         self._clock = clock
+        self._on_arrival = on_arrival
         self._sse = SseParser()
         self._error_body = b""
         self._is_done = False
@@ -126,6 +127,8 @@ class StreamReader:
         for choice in chunk.choices:
             if choice.has_text or (self.arrivals and choice.finish_reason is None):
                 self.arrivals.append(now)
+                if self._on_arrival is not None:
+                    self._on_arrival()
             if choice.finish_reason is not None:
                 self.finish_reason = choice.finish_reason
 
@@ -146,10 +149,20 @@ class Client:
             status = await self._pool.exchange(self._head("GET", path), lambda _, frame: body.extend(frame))
         return status, bytes(body)
 
-    async def send(self, index: int, spec: RequestSpec, options: BodyOptions, scheduled: float) -> RequestRecord:
-        """One streaming completion, given up after the timeout. *scheduled* is on the event loop's clock."""
+    async def send(
+        self,
+        index: int,
+        spec: RequestSpec,
+        options: BodyOptions,
+        scheduled: float,
+        on_arrival: Callable[[], None] | None = None,
+    ) -> RequestRecord:
+        """One streaming completion, given up after the timeout. *scheduled* is on the event loop's clock.
+
+        *on_arrival* is called at each arrival of text.
+        """
         clock = asyncio.get_running_loop().time
-        reader = StreamReader(clock)
+        reader = StreamReader(clock, on_arrival)
         body = encode_body(spec, options)
         request = self._head("POST", PATHS[options.endpoint], len(body)) + body
         started = clock()

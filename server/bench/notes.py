@@ -20,6 +20,7 @@ def notes(settings: Settings, summaries: Sequence[PointSummary]) -> list[str]:
         _note(summaries, _never_reached, lambda _: "the concurrency was never reached: raise --num-requests above it"),
         _note(completed, lambda s: not s.output_tokens_counted, lambda _: NO_USAGE),
         _note(completed, _is_chunked, _chunked),
+        _note(completed, lambda s: bool(s.drafted_tokens), _guessed),
         _note(completed, lambda s: _is_short(settings, s), _short),
         _note(completed, lambda s: _is_cached(settings, s), _cached),
     ]
@@ -84,6 +85,16 @@ def _is_chunked(summary: PointSummary) -> bool:
 def _chunked(summaries: Sequence[PointSummary]) -> str:
     most = max(summary.tokens_per_chunk or 0.0 for summary in summaries)
     return f"a chunk carried up to {most:.2f} tokens on average, so ITL is between chunks; TPOT is by token"
+
+
+def _guessed(summaries: Sequence[PointSummary]) -> str:
+    drafted = sum(summary.drafted_tokens or 0 for summary in summaries)
+    accepted = sum(summary.accepted_draft_tokens or 0 for summary in summaries)
+    output = sum(summary.output_tokens.total for summary in summaries if summary.output_tokens)
+    return (
+        f"the server guessed {drafted} tokens ahead (speculation) and {accepted / drafted:.0%} were right, "
+        f"{accepted / output:.0%} of the output: these figures hold for texts that repeat themselves as much"
+    )
 
 
 def _is_short(settings: Settings, summary: PointSummary) -> bool:

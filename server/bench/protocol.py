@@ -12,10 +12,10 @@ PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/cha
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request to send: a prompt or a conversation, and how many tokens to ask for."""
+    """One request to send: a prompt (text, or token ids) or a conversation, and how many tokens to ask for."""
 
     max_tokens: int
-    prompt: str = ""
+    prompt: str | tuple[int, ...] = ""
     messages: tuple[dict[str, Any], ...] = ()
     """Of a conversation; empty where ``prompt`` is meant."""
 

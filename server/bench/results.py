@@ -100,6 +100,9 @@ class PointSummary:
     """By the server's usage; False where they are counted as chunks."""
     cached_prompt_tokens: int | None
     """Read from the server's prefix cache; None where it does not say."""
+    drafted_tokens: int | None
+    """Guessed ahead by the server (speculation), whoever asked; None where its metrics do not say."""
+    accepted_draft_tokens: int | None
     tokens_per_chunk: float | None
     finish_reasons: dict[str, int]
     ttft_ms: Distribution | None

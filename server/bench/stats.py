@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from castline.server.bench.client import RequestRecord
+from castline.server.bench.guesses import Guesses
 from castline.server.bench.loops import Trace
 from castline.server.bench.monitor import ClientLoad
 from castline.server.bench.results import ClientCost, Distribution, FailureCount, PointSummary, TokenCounts
@@ -42,7 +43,9 @@ def failure_counts(records: Sequence[RequestRecord]) -> tuple[FailureCount, ...]
     return tuple(FailureCount(kind, count, examples[kind]) for kind, count in counts.most_common())
 
 
-def summarise(point: Point, trace: Trace, load: ClientLoad, slo: Slo | None = None) -> PointSummary:
+def summarise(
+    point: Point, trace: Trace, load: ClientLoad, slo: Slo | None = None, guesses: Guesses | None = None
+) -> PointSummary:
     """The figures of one point; of what had completed, where it was interrupted."""
     records = trace.records
     completed = [record for record in records if record.failure is None]
@@ -74,6 +77,8 @@ def summarise(point: Point, trace: Trace, load: ClientLoad, slo: Slo | None = No
         output_tokens=token_counts(output_tokens),
         output_tokens_counted=counted,
         cached_prompt_tokens=sum(cached) if cached else None,
+        drafted_tokens=guesses.drafted if guesses else None,
+        accepted_draft_tokens=guesses.accepted if guesses else None,
         tokens_per_chunk=sum(output_tokens) / num_chunks if num_chunks else None,
         finish_reasons=dict(Counter(record.finish_reason for record in completed if record.finish_reason)),
         ttft_ms=distribution_ms(record.ttft for record in completed if record.ttft is not None),

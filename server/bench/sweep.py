@@ -9,6 +9,7 @@ from castline.server.bench.client import Client, RequestRecord
 from castline.server.bench.connection import allow_connections
 from castline.server.bench.dataset import read_dataset
 from castline.server.bench.errors import BenchError
+from castline.server.bench.guesses import read_guesses
 from castline.server.bench.loops import Send, Trace, closed_loop, open_loop
 from castline.server.bench.monitor import Monitor
 from castline.server.bench.notes import notes
@@ -93,6 +94,7 @@ class Sweep:
             return await client.send(index, next(specs), prepared.options, due)
 
         trace = Trace()
+        before = await read_guesses(client)
         with Monitor() as monitor, self.status.watch(point, trace):
             try:
                 await self._load(point, send, trace, workload)
@@ -100,7 +102,9 @@ class Sweep:
                 # Ctrl-C: what has been measured is worth having. The run ends after this point.
                 self.interrupted = True
             load = monitor.load()
-        return PointResult(summarise(point, trace, load, slo), trace.begun, tuple(trace.records))
+        after = None if before is None else await read_guesses(client)
+        guesses = after.since(before) if before and after else None
+        return PointResult(summarise(point, trace, load, slo, guesses), trace.begun, tuple(trace.records))
 
     async def _load(self, point: Point, send: Send, trace: Trace, workload: Workload) -> None:
         if point.mode == "closed":

@@ -18,10 +18,11 @@ from castline.builder.export import export_model
 from castline.builder.lower import lower_cpu, save_graph
 from castline.builder.passes import PassReport, run_passes
 from castline.builder.quantize import matmul_shapes, quantize
-from castline.builder.recipes import RECIPES
+from castline.builder.recipes import FALLBACK, LINEAR_W8, RECIPES, MatmulKernel
 from castline.engines.errors import BuildError
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2")
+MAX_POSITIONS = 256
 TOLERANCE = 2e-5
 """Of logits, relative to their largest magnitude."""
 
@@ -36,7 +37,7 @@ class Built:
 def build(directory: Path) -> Built:
     checkpoint = load_checkpoint(str(directory))
     model = export_model(checkpoint)
-    reports = {report.name: report for report in run_passes(model)}
+    reports = {report.name: report for report in run_passes(model, MAX_POSITIONS)}
     return Built(checkpoint, model, reports)
 
 
@@ -96,21 +97,61 @@ def test_every_layer_is_fused(built: Built) -> None:
     layers, arch = facts.num_layers, facts.architecture
     matched = {name: report.matched for name, report in built.reports.items()}
     attention = [n for n in built.model.graph if n.op_type == "PagedAttention"]
-    assert matched["RoPE and QK-norm inside attention"] == layers
+    assert matched["RoPE and QK-norm inside attention"] == (0 if arch == "gpt2" else layers)  # learned positions
     assert matched["RoPE as standard operators"] == 0
     assert matched["QKV in one matmul"] == layers
-    assert matched["gate and up in one matmul"] == (0 if arch == "phi3" else layers)  # phi3 comes merged
-    assert matched["tied head shares the embedding"] == (arch in ("llama", "gemma2", "gemma3_text"))
-    # Two norms a layer see a residual sum, except in olmo2, which normalises before it adds.
-    assert matched["residual + RMSNorm"] == (1 if arch == "olmo2" else 2 * layers)
+    assert matched["gate and up in one matmul"] == (0 if arch in ("phi3", "gpt2") else layers)  # merged, and not gated
+    assert matched["GELU"] == (layers if arch == "gpt2" else 0)
+    assert matched["tied head shares the embedding"] == (arch in ("llama", "gemma", "gemma2", "gemma3_text", "gpt2"))
+    # gemma3 turns local and global layers by different angles; gpt2 looks its positions up.
+    assert matched["functions of positions as tables"] == {"gemma3_text": 4, "gpt2": 1}.get(arch, 2)
     assert [n.attributes["qk_norm"].as_int() for n in attention] == [
         {"qwen3": 1, "gemma3_text": 1, "olmo2": 2}.get(arch, 0)
     ] * layers
     counts = Counter(n.op_type for n in built.model.graph)
     assert counts["MatMul"] + counts["Gemm"] == 4 * layers + 1
-    assert counts["Reciprocal"] == counts["Transpose"] == counts["Concat"] == 0
-    tables = 2 if arch == "gemma3_text" else 1  # gemma3 turns local and global layers by different angles
-    assert counts["Cos"] == counts["Sin"] == tables
+    assert not any(counts[name] for name in ("Reciprocal", "Transpose", "Concat", "Cos", "Sin", "Unsqueeze", "Reshape"))
+
+
+NODES_A_LAYER = {"gemma2": 9, "gemma3_text": 9, "olmo2": 9, "gpt2": 7}
+"""Linear QKV, attention, Linear out, Linear gate and up, Linear down. Norms of a sublayer's own output, before the
+residual is added, stay a node, and with them the addition; so do gpt2's LayerNorms, which are no RMSNorms."""
+
+
+def quantized(built: Built, kernel: MatmulKernel | None = None) -> tuple[ir.Model, dict[str, PassReport]]:
+    """The model with *kernel* everywhere, or as recipe int8 has it without tuning."""
+    model = built.model.clone()
+    recipe = RECIPES["int8"]
+    shapes = matmul_shapes(model)
+    defaults = {shape: (recipe.head_kernels if head else recipe.layer_kernels)[0] for shape, head in shapes.items()}
+    reports = quantize(model, dict.fromkeys(shapes, kernel) if kernel else defaults)
+    return model, {report.name: report for report in reports}
+
+
+def test_a_layer_is_five_nodes(built: Built) -> None:
+    """Every node a layer costs a dispatch in every step: a fold that stops matching must not go unseen."""
+    facts = built.checkpoint.facts
+    model, reports = quantized(built)
+    nodes = [node for node in model.graph if node.op_type != "Gather"]  # once a step: tables of positions, wanted rows
+    attention = [i for i, node in enumerate(nodes) if node.op_type == "PagedAttention"]
+    expected = NODES_A_LAYER.get(facts.architecture, 5)
+    assert np.diff(attention).tolist() == [expected] * (facts.num_layers - 1)
+    assert reports["matmuls and what surrounds them as Linear"].matched == 4 * facts.num_layers + 1
+    counts = Counter(node.op_type for node in nodes)
+    assert counts["Linear"] == 4 * facts.num_layers + 1
+    assert not any(counts[name] for name in ("MatMul", "Gemm", "Sigmoid", "Gelu", "Split", "Cast", "Reshape"))
+    tied = facts.architecture in ("llama", "gemma", "gemma2", "gemma3_text", "gpt2")
+    assert counts["Embedding"] == tied
+
+
+def test_a_residual_sum_before_a_norm_is_one_node_around_other_kernels(built: Built) -> None:
+    """Where a matmul is not Linear, the norm after its residual must still not cost a node of its own."""
+    _, reports = quantized(built, FALLBACK)
+    facts = built.checkpoint.facts
+    # Two norms a layer see a residual sum, except in olmo2, which normalises before it adds, and in gpt2 (LayerNorm).
+    expected = {"olmo2": 1, "gpt2": 0}.get(facts.architecture, 2 * facts.num_layers)
+    assert reports["residual + RMSNorm"].matched == expected
+    assert reports["matmuls as MatMulNBits"].matched == 4 * facts.num_layers + 1
 
 
 def test_batch_axis_is_gone_and_the_last_mlp_runs_on_wanted_rows(built: Built) -> None:
@@ -135,13 +176,11 @@ def test_windows_and_softcaps_reach_the_nodes(built: Built) -> None:
     assert {n.attributes["softcap"].as_float() for n in nodes} == {2.0 if arch == "gemma2" else 0.0}
 
 
-def test_int8_recipe_runs_and_is_close(built: Built, steps: Any, tmp_path: Path) -> None:
-    """Quantised weights, padded groups included, must stay near the model they came from."""
-    model = built.model.clone()
-    recipe = RECIPES["int8"]
-    shapes = matmul_shapes(model)
-    choices = {shape: (recipe.head_kernels if head else recipe.layer_kernels)[0] for shape, head in shapes.items()}
-    assert quantize(model, choices) == 4 * built.checkpoint.facts.num_layers + 1
+@pytest.mark.parametrize("kernel", [None, FALLBACK, LINEAR_W8], ids=["linear-w8-g32", "nbits", "linear-w8"])
+def test_int8_runs_and_is_close(built: Built, kernel: MatmulKernel | None, steps: Any, tmp_path: Path) -> None:
+    """Quantised weights, padded groups included, with all that is folded around them, stay near their model: a gate
+    taken for the up-projection, a lost bias or residual is far."""
+    model, _ = quantized(built, kernel)
     lower_cpu(model, kv_dtype="int8", block_size=steps.block_size)
     a, _ = two_sequences(steps.vocab_size)
     wanted = torch.tensor(reference_logits(built.checkpoint, a)).log_softmax(-1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 
@@ -19,14 +20,18 @@ from castline.builder.autotune import (
     default_choices,
     thread_candidates,
 )
-from castline.builder.bench import CachedBench, OrtBench, attention_feeds, matmul_model
+from castline.builder.bench import CachedBench, OrtBench, attention_feeds
+from castline.builder.bench_models import inputs, matmul_model
 from castline.builder.cores import physical_cores
-from castline.builder.recipes import RECIPES, MatmulKernel, Recipe, Tolerance
+from castline.builder.linear_sites import NO_SURROUNDINGS, Surroundings
+from castline.builder.recipes import FP32, LINEAR_W8_G32, RECIPES, MatmulKernel, Recipe, Tolerance
 from castline.builder.tuning_cache import TuningCache, TuningEnvironment, default_cache_dir
 from castline.builder.tuning_cases import AttentionCase, MatmulCase
 from castline.engines.errors import BuildError
 from castline.engines.manifest import Host
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, kv_pool_name
+from castline.plugins.cpu.session import SessionOptions, native_options
+from castline.plugins.linear import Activation
 
 ATTENTION = AttentionAttributes(
     layer=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, block_size=32, kv_dtype=KvDtypeCode.INT8
@@ -153,9 +158,10 @@ def test_cases_stay_within_the_limits() -> None:
 
 def test_progress_counts_every_timing() -> None:
     """The bar ends exactly at its end."""
-    advanced: list[None] = []
-    autotune(request(), ScriptedBench(), lambda: advanced.append(None))
-    assert len(advanced) == count_cases(request())
+    for asked in (request(), request(recipe=LINEAR_OR_NOT, has_wide=True)):
+        advanced: list[None] = []
+        autotune(asked, script_of_wide(1.0, 5.0, 9.0), lambda: advanced.append(None))  # noqa: B023
+        assert len(advanced) == count_cases(asked)
 
 
 def test_manifest_holds_every_timing() -> None:
@@ -165,6 +171,74 @@ def test_manifest_holds_every_timing() -> None:
     assert tuning.matmul["64x96"] in tuning.timings_us["matmul 64x96, 512"]
     assert set(tuning.timings_us["threads, 1"]) == {"4", "2", "1"}
     assert set(tuning.attention) == {"block_size", "query_tile", "kv_split"}
+
+
+LINEAR_OR_NOT = Recipe(
+    "two", "Linear or not", (LINEAR_W8_G32, KERNELS[0]), (LINEAR_W8_G32, KERNELS[0]), Tolerance(0.02, 0.94)
+)
+
+
+def script_of_wide(narrow_us: float, wide_us: float, other_us: float) -> ScriptedBench:
+    """Narrow kernels take a time for each row, wide ones for each 16 rows, others for each row."""
+
+    def matmul(case: MatmulCase) -> float:
+        if not case.kernel.is_linear:
+            return other_us * case.rows
+        wide = 0 < case.kernel.wide_rows <= case.rows
+        return wide_us * -(-case.rows // 16) if wide else narrow_us * case.rows
+
+    return ScriptedBench(matmul)
+
+
+@pytest.mark.parametrize(("wide_us", "first"), [(5.0, 8), (12.0, 16), (40.0, -1)])
+def test_wide_kernels_from_where_they_win(wide_us: float, first: int) -> None:
+    """Wide kernels compute 16 rows for the price of one: too early they cost a decode step, too late a prefill."""
+    choices = autotune(request(recipe=LINEAR_OR_NOT, has_wide=True), script_of_wide(1.0, wide_us, 9.0), lambda: None)
+    assert {kernel.wide_rows for kernel in choices.kernels.values()} == {first}
+    assert {kernel.name for kernel in choices.kernels.values()} == {"linear-w8-g32"}
+    tuning = choices.manifest()
+    assert tuning.matmul["64x96"] == "linear-w8-g32"
+    assert tuning.wide_rows["64x96"] == first
+    assert set(tuning.timings_us["wide rows 64x96, 16"]) == {"narrow", "wide"}
+
+
+def test_one_disturbed_timing_does_not_turn_wide_kernels_off() -> None:
+    """On a busy host one wide timing of four came out 3 % slower than the narrow one, and 30 times slower than the next
+    size's: the engine was left without wide kernels at every size."""
+    calm = script_of_wide(1.0, 5.0, 90.0)
+
+    def matmul(case: MatmulCase) -> float:
+        disturbed = case.rows == 32 and case.kernel.is_linear
+        return (1000.0 if case.kernel.wide_rows == -1 else 1030.0) if disturbed else calm.matmul(case)
+
+    choices = autotune(request(recipe=LINEAR_OR_NOT, has_wide=True), ScriptedBench(matmul), lambda: None)
+    assert {kernel.wide_rows for kernel in choices.kernels.values()} == {8}
+
+
+def test_wide_kernels_are_not_timed_where_there_are_none() -> None:
+    """Without matrix units both are one kernel, and timing noise would be written into the engine."""
+    bench = script_of_wide(1.0, 0.1, 9.0)
+    choices = autotune(request(recipe=LINEAR_OR_NOT), bench, lambda: None)
+    assert {case.kernel.wide_rows for case in bench.matmuls} == {0}
+    assert {kernel.wide_rows for kernel in choices.kernels.values()} == {0}
+
+
+def test_another_kernel_wins_where_it_is_faster() -> None:
+    """Linear is a candidate like any other."""
+    choices = autotune(request(recipe=LINEAR_OR_NOT, has_wide=True), script_of_wide(1.0, 5.0, 0.1), lambda: None)
+    assert {kernel.name for kernel in choices.kernels.values()} == {KERNELS[0].name}
+    assert not choices.manifest().wide_rows
+
+
+def test_matmuls_are_timed_with_what_surrounds_them() -> None:
+    """The norm before QKV and the gate of the MLP are inside one kernel and outside another."""
+    bench = ScriptedBench()
+    around = Surroundings(norm=True)
+    autotune(request(surroundings={(64, 96): around}), bench, lambda: None)
+    assert {case.around for case in bench.matmuls if case.n == 96} == {around}
+    assert {case.around for case in bench.matmuls if case.n != 96} == {NO_SURROUNDINGS}
+    bare, normed = (MatmulCase(64, 96, KERNELS[0], 1, 1, s).describe() for s in (NO_SURROUNDINGS, around))
+    assert bare != normed
 
 
 def test_thread_candidates_of_small_hosts() -> None:
@@ -287,30 +361,59 @@ def test_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _options(threads: int) -> ort.SessionOptions:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    return options
+    return native_options(SessionOptions(num_threads=threads))
 
 
 OFFERED = {k.name: k for recipe in RECIPES.values() for k in (*recipe.layer_kernels, *recipe.head_kernels)}
+AROUND = {
+    "bare": NO_SURROUNDINGS,
+    "norm": Surroundings(norm=True, bias=True),
+    "gated": Surroundings(norm=True, activation=Activation.SILU, gated=True),
+    "gelu": Surroundings(bias=True, activation=Activation.GELU_TANH),
+    "residual": Surroundings(bias=True, residual=True),
+    "all": Surroundings(True, True, Activation.GELU, True, True),
+}
 
 
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("kernel", OFFERED.values(), ids=OFFERED)
-def test_every_kernel_of_every_recipe_runs(kernel: MatmulKernel) -> None:
+def test_every_kernel_of_every_recipe_runs(kernel: MatmulKernel, around: Surroundings) -> None:
     """A recipe must not list a kernel that ONNX Runtime refuses, K not divisible by its block included."""
     bench = OrtBench(_options)
-    assert bench.matmul(MatmulCase(72, 48, kernel, rows=3, threads=1)) > 0
+    assert bench.matmul(MatmulCase(72, 48, kernel, rows=3, threads=1, around=around)) > 0
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_linear_is_timed_with_its_surroundings_inside(around: Surroundings) -> None:
+    """A Linear node timed bare, against a MatMulNBits timed bare, would not be credited with the nodes it saves."""
+    random = np.random.default_rng(0)
+    linear = onnx.load_from_string(matmul_model(64, 32, LINEAR_W8_G32, around, random)[0])
+    plain = onnx.load_from_string(matmul_model(64, 32, FP32, around, random)[0])
+    assert [node.op_type for node in linear.graph.node] == ["Linear"]
+    parts = (around.norm, around.bias, around.activation, around.gated, around.residual)
+    assert len(plain.graph.node) > sum(map(bool, parts))
+
+
+def test_timed_arrays_are_aligned_as_mapped_weights_are() -> None:
+    """NumPy's arrays begin inside a cache line: the timing would be of loads that the engine never makes."""
+    random = np.random.default_rng(0)
+    _, weights = matmul_model(576, 960, LINEAR_W8_G32, NO_SURROUNDINGS, random)
+    arrays = [*weights.values(), *inputs(576, 960, Surroundings(residual=True), 3, random).values()]
+    assert len(arrays) == 4
+    assert all(array.ctypes.data % 4096 == 0 and array.flags.c_contiguous for array in arrays)
 
 
 def test_matmul_model_computes_its_shape() -> None:
     """A timing of another shape than the case's would steer the choice wrongly and silently."""
-    kernel = RECIPES["fp32"].layer_kernels[0]
-    model, weights = matmul_model(8, 5, kernel, np.random.default_rng(0))
+    random = np.random.default_rng(0)
+    around = Surroundings(bias=True, residual=True)
+    model, weights = matmul_model(8, 5, FP32, around, random)
     options = _options(1)
     options.add_external_initializers(list(weights), [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()])
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    x = np.random.default_rng(1).standard_normal((3, 8), np.float32)
-    np.testing.assert_allclose(session.run(None, {"x": x})[0], x @ weights["w"], rtol=1e-5, atol=1e-5)
+    feeds = inputs(8, 5, around, 3, random)
+    wanted = feeds["x"] @ weights["w"] + 1 + feeds["residual"]
+    np.testing.assert_allclose(session.run(None, feeds)[0], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_feeds_keep_the_step_contract() -> None:

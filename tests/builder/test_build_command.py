@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
         (["--target", "cpu", "--sku", "l4"], ["--sku l4 is a GPU", "leave --sku out"]),
         (["--kernels-only"], ["--kernels-only is for GPUs"]),
         (["--kv-dtype", "fp16"], ["--kv-dtype fp16 is for GPUs", "fp32, bf16, int8, fp8"]),
-        (["--recipe", "fp8"], ["--recipe 'fp8' is unknown", "fp32, int8, int4"]),
+        (["--recipe", "fp8"], ["--recipe 'fp8' is unknown", "auto, fp32, int8, q4_1, int4"]),
         (["--sku", "a10", "--recipe", "fp8"], ["--sku a10, --recipe fp8", "cannot multiply fp8", "fp16, bf16, int4"]),
         (["--sku", "l4", "--recipe", "int8"], ["recipe 'int8' is not for GPUs", "fp16, bf16, fp8, int4"]),
         (["--sku", "l4", "--kv-dtype", "fp32"], ["KV blocks of fp32 are not for GPUs"]),
@@ -124,10 +125,16 @@ def test_full_disk_is_refused_with_the_estimate(tmp_path: Path) -> None:
 
 def test_engine_estimate_follows_the_recipe() -> None:
     """An estimate at 4 bytes a weight would refuse int8 engines that fit."""
-    sizes = [engine_bytes(FACTS, RECIPES[name]) / FACTS.num_parameters for name in ("fp32", "int8", "int4")]
+    sizes = [engine_bytes(FACTS, RECIPES[name]) / FACTS.num_parameters for name in ("fp32", "int8", "q4_1", "int4")]
     assert sizes[0] == pytest.approx(4, rel=0.01)
     assert sizes[1] == pytest.approx(1.125, rel=0.05)
-    assert sizes[1] >= sizes[2]
+    assert sizes[1] >= sizes[2] >= sizes[3]
+
+
+def test_engine_estimate_knows_what_stays_in_fp32() -> None:
+    """An embedding that no matmul reads is not quantised: half of a small model with a large vocabulary."""
+    half = replace(FACTS, num_lookup_parameters=FACTS.num_parameters // 2)
+    assert engine_bytes(half, RECIPES["int8"]) / FACTS.num_parameters == pytest.approx((4 + 1.125) / 2, rel=0.05)
 
 
 def test_rebuild_command_says_what_was_asked() -> None:
@@ -141,6 +148,7 @@ def test_rebuild_command_says_what_was_asked() -> None:
         "--block-size 16 --max-model-len 99 --max-num-seqs 8 --max-num-batched-tokens 77 --threads 3 "
         "--no-tune --no-verify --allow-unverified"
     )
+    assert BuildOptions("demo", Path("e"), recipe="int8").rebuild_command().endswith("--recipe int8")
     assert BuildOptions("demo", Path("e")).rebuild_command() == "castline build demo --target cpu --output e"
 
 

@@ -12,9 +12,11 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from castline.builder.passes.matmuls import merge_gate_up, merge_qkv
+from castline.builder.passes.activations import fuse_gelu_tanh
+from castline.builder.passes.matmuls import merge_gate_up, merge_qkv, split_gemm
 from castline.builder.passes.norms import fuse_rms_norm, fuse_skip_norm
 from castline.builder.passes.pipeline import run_passes
+from castline.builder.passes.positions import TABLE_BYTES, tabulate_positions
 from castline.builder.passes.rows import drop_batch_axis, gather_rows, share_tied_head, take_rows_early
 from castline.builder.passes.weights import fold_constants, remove_dead_code, transpose_weights
 
@@ -300,6 +302,127 @@ def test_constants_fold() -> None:
     assert check(model, fold_constants, {"x": normal(T, H)}, matched=2) == {"Mul": 1}
 
 
+ROWS = """(int64[T] input_ids, int64[R] logits_indices) => (float[R, 20] logits)
+    <float[T, 8] flat, float[T, 8] again, float[T, 8] y> {
+    zero = Constant <value = int64[1] {0}> ()
+    same = Constant <value = int64[2] {1, -1}> ()
+    rows_of_h = Constant <value = int64[2] {-1, 8}> ()
+    batched = Constant <value = int64[3] {1, -1, 8}> ()
+    first = Constant <value = int64 {0}> ()
+    ids = Unsqueeze (input_ids, zero)
+    viewed = Reshape (ids, same)
+    x = Gather (e, viewed)
+    flat = Reshape (x, rows_of_h)
+    again = Reshape (flat, rows_of_h)
+    y = MatMul (again, w1)
+    wide = Reshape (y, batched)
+    total = Add (wide, x)
+    kept = Reshape (total, batched)
+    rows = Gather <axis = 1> (kept, logits_indices)
+    head = MatMul (rows, w)
+    logits = Gather <axis = 0> (head, first)
+}"""
+
+
+def test_rows_that_the_model_flattens_itself_stay_flat() -> None:
+    """gpt2 reshapes around each matmul: a dispatch for each, and Linear could not see the residual."""
+    model = graph(ROWS, e=normal(20, H), w=normal(H, 20), w1=normal(H, H))
+    fold_constants(model)
+    feeds = {"input_ids": np.arange(T), "logits_indices": np.array([4, 0])}
+    left = check(model, drop_batch_axis, feeds, matched=8)
+    assert left == {"Gather": 2, "MatMul": 2, "Add": 1}
+    [add] = [n for n in model.graph if n.op_type == "Add"]
+    assert [len(v.shape or ()) for v in (*add.inputs, *add.outputs) if v is not None] == [2, 2, 2]
+
+
+def test_gemm_with_a_bias_is_matmul_and_add() -> None:
+    """gpt2 writes its layers so; the other passes know one form of a linear layer."""
+    text = f"(float[T, {H}] x) => (float[T, 6] y) {{ y = Gemm (x, w, b) }}"
+    left = check(graph(text, w=normal(H, 6), b=normal(6)), split_gemm, {"x": normal(T, H)}, matched=1)
+    assert left == {"MatMul": 1, "Add": 1}
+
+
+@pytest.mark.parametrize("how", ["alpha = 2.0", "transB = 1", "transA = 1"])
+def test_other_gemms_stay(how: str) -> None:
+    """A scale or a transpose dropped on the way would give wrong numbers."""
+    text = f"(float[{H}, {H}] x) => (float[{H}, {H}] y) {{ y = Gemm <{how}> (x, w, b) }}"
+    assert split_gemm(graph(text, w=normal(H, H), b=normal(H))) == 0
+
+
+GELU = """
+    half = Constant <value = float {0.5}> ()
+    three = Constant <value = float {3.0}> ()
+    c = Constant <value = float {0.044715}> ()
+    root = Constant <value = float {0.7978845608}> ()
+    one = Constant <value = float {1.0}> ()
+    halved = Mul (x, half)
+    cube = Pow (x, three)
+    scaled = Mul (cube, c)
+    inner = Add (x, scaled)
+    angle = Mul (inner, root)
+    tanh = Tanh (angle)
+    shifted = Add (tanh, one)
+    y = Mul (halved, shifted)
+"""
+
+
+def test_gelu_by_tanh() -> None:
+    """Eight nodes of gpt2 that Linear has in its epilogue."""
+    model = graph(f"(float[T, {H}] x) => (float[T, {H}] y) {{ {GELU} }}")
+    fold_constants(model)
+    assert check(model, fuse_gelu_tanh, {"x": 3 * normal(T, H)}, matched=1) == {"Gelu": 1}
+
+
+@pytest.mark.parametrize(
+    ("constant", "other"), [("{0.5}", "{0.25}"), ("{3.0}", "{2.0}"), ("{0.044715}", "{0.05}"), ("{1.0}", "{2.0}")]
+)
+def test_what_is_no_gelu_stays(constant: str, other: str) -> None:
+    """One constant off is another function."""
+    model = graph(f"(float[T, {H}] x) => (float[T, {H}] y) {{ {GELU.replace(constant, other)} }}")
+    fold_constants(model)
+    assert fuse_gelu_tanh(model) == 0
+
+
+ROPE = """(float[T, 4] x, int64[T] positions) => (float[T, 4] y, float[T, 4] z) {
+    last = Constant <value = int64[1] {1}> ()
+    column = Unsqueeze (positions, last)
+    p = Cast <to = 1> (column)
+    angles = Mul (p, w)
+    cos = Cos (angles)
+    sin = Sin (angles)
+    y = Mul (x, cos)
+    z = Mul (x, sin)
+}"""
+
+
+def test_functions_of_positions_become_tables() -> None:
+    """Cosines and sines of RoPE: seven nodes a step for what two lookups give, to the bit."""
+    model = graph(ROPE, w=normal(4))
+    fold_constants(model)
+    feeds = {"x": normal(T, 4), "positions": np.array([63, 0, 7, 7, 31])}
+    before = run(model, feeds)
+    assert tabulate_positions(model, 64) == 2
+    remove_dead_code(model)
+    assert Counter(n.op_type for n in model.graph) == {"Gather": 2, "Mul": 2}
+    for wanted, found in zip(before, run(model, feeds), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_large_tables_stay_computed() -> None:
+    """A model of a million positions must not get a table of them in its weights."""
+    model = graph(ROPE, w=normal(4))
+    fold_constants(model)
+    assert tabulate_positions(model, TABLE_BYTES // 16 + 1) == 0
+
+
+def test_what_depends_on_the_whole_step_is_no_table() -> None:
+    """A frequency chosen by the longest position of the step is not a function of one position."""
+    text = ROPE.replace("angles = Mul (p, w)", "most = ReduceMax (p) q = Div (p, most) angles = Mul (q, w)")
+    model = graph(text, w=normal(4))
+    fold_constants(model)
+    assert tabulate_positions(model, 64) == 0
+
+
 def test_rows_wait_for_attention() -> None:
     """Without an attention node there is no place to take rows early, and the graph stays as it is."""
     model = graph(BATCHED, e=normal(20, H), w=normal(H, 20))
@@ -308,6 +431,6 @@ def test_rows_wait_for_attention() -> None:
 
 def test_reports_count_nodes() -> None:
     """The build log's before and after must chain from one pass to the next."""
-    reports = run_passes(graph(TIED, e=normal(20, H)))
+    reports = run_passes(graph(TIED, e=normal(20, H)), 64)
     assert all(a.after == b.before for a, b in pairwise(reports))
     assert reports[-1].after == 2

@@ -101,15 +101,34 @@ def test_bundle_is_complete_and_true(tmp_path: Path) -> None:
     assert (manifest.model.name, manifest.model.num_layers, manifest.model.vocab_size) == ("small", 2, VOCAB_SIZE)
     assert (manifest.limits.max_model_len, manifest.limits.max_num_seqs, manifest.limits.block_size) == (128, 4, 32)
     assert (manifest.precision.recipe, manifest.precision.kv_dtype) == ("int8", "int8")
+    assert set(manifest.tuning.matmul.values()) == {"linear-w8-g32"}
     assert not manifest.tuning.measured
     assert manifest.tuning.num_threads == 1
     assert {"onnxruntime", "torch", "transformers"} <= set(manifest.tool_versions)
     assert manifest.parity is not None
     assert manifest.parity.verified
     assert manifest.parity.num_tokens >= 500
+    assert set(manifest.parity.by_step) == {"prefill", "decode"}
     check_host(manifest, manifest.host, manifest.plugin, manifest.tool_versions["onnxruntime"])
     assert "small" in (bundle / "report.html").read_text()
     assert build(tmp_path / "engines", name="small").name == "2"
+
+
+@pytest.mark.usefixtures("quick")
+def test_recipe_that_the_weights_do_not_fit_is_refused(tmp_path: Path) -> None:
+    """Weights forced onto another 4-bit grid would be another model under an honest recipe's name."""
+    with pytest.raises(BuildError, match=r"recipe q4_1: the weights are not on a 4-bit grid"):
+        build(tmp_path / "engines", recipe="q4_1")
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.usefixtures("quick")
+def test_report_shows_what_became_linear(tmp_path: Path) -> None:
+    """Fusions happen before the tuner and after it: a report of the first alone would tell half."""
+    page = (build(tmp_path) / "report.html").read_text()
+    assert "matmuls and what surrounds them as Linear" in page
+    assert "castline::Linear" in page
+    assert "decode steps: mean KL, top-1" in page
 
 
 @pytest.mark.usefixtures("quick")
@@ -126,7 +145,7 @@ def corrupt_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scales of one matmul, eight times too large."""
     real = pipeline.quantize
 
-    def corrupted(model: ir.Model, choices: Any) -> int:
+    def corrupted(model: ir.Model, choices: Any) -> Any:
         done = real(model, choices)
         name = next(name for name in model.graph.initializers if "layers.0" in name and name.endswith(".scales"))
         value = model.graph.initializers[name]

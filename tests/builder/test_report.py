@@ -18,7 +18,7 @@ from castline.builder.report import ReportFacts, render_report, timing_rows
 from castline.commands.inspect import command as inspect_command
 from castline.engines.bundle import write_bundle
 from castline.engines.errors import EngineError
-from castline.engines.manifest import Host, Limits, Manifest, ModelFacts, Parity, Plugin, Precision, Tuning
+from castline.engines.manifest import Host, Limits, Manifest, ModelFacts, Parity, Plugin, Precision, StepParity, Tuning
 
 PARITY = Parity(True, 812, 0.0123, 0.8, 0.961, 12.5, 12.25, 0.02, 0.94, 0.81)
 MANIFEST = Manifest(
@@ -86,6 +86,31 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+
+
+def test_wide_kernels_are_told_row_by_row() -> None:
+    """The choice is a number of rows: at each size timed, the kind that the engine runs there is the chosen one."""
+    times = {"narrow": 10.0, "wide": 8.0}
+    tuning = Tuning(
+        True, 2, {"64x128": "linear-w8-g32"}, {}, {f"wide rows 64x128, {rows}": times for rows in (8, 16, 32)},
+        {"64x128": 16},
+    )  # fmt: skip
+    manifest = replace(MANIFEST, tuning=tuning)
+    chosen = {step: [name for name, _, is_it in rows if is_it] for _, step, rows in timing_rows(manifest)}
+    assert chosen == {"8": ["narrow"], "16": ["wide"], "32": ["wide"]}
+    page = render_report(manifest, FACTS)
+    assert "wide from 16 rows" in page
+    never = replace(manifest, tuning=replace(tuning, wide_rows={"64x128": -1}))
+    assert "never wide" in render_report(never, FACTS)
+    assert {name for _, _, rows in timing_rows(never) for name, _, is_it in rows if is_it} == {"narrow"}
+
+
+def test_both_kinds_of_step_are_shown() -> None:
+    """The figures above are those of the worse kind; a reader must be able to see which, and by how much."""
+    steps = {"prefill": StepParity(0.0045, 0.3, 0.9712, 12.4), "decode": StepParity(0.0123, 0.8, 0.961, 12.5)}
+    page = render_report(replace(MANIFEST, parity=replace(PARITY, by_step=steps)), FACTS)
+    assert "prefill steps" in page
+    assert "0.0045, 97.12 %" in page
 
 
 def test_page_is_self_contained() -> None:

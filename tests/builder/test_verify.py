@@ -8,8 +8,16 @@ from numpy.typing import NDArray
 
 from castline.builder.parity import Comparison, kl_divergence, log_softmax
 from castline.builder.recipes import Tolerance
-from castline.builder.replay import blocks_needed, make_tracks, replay
-from castline.builder.verify import VerifyCase, judge, measure, require_verified, shipped_case
+from castline.builder.replay import DECODE, blocks_needed, make_tracks, replay
+from castline.builder.verify import (
+    DECODE_ROWS,
+    Measured,
+    VerifyCase,
+    judge,
+    measure,
+    require_verified,
+    shipped_case,
+)
 from castline.engines.errors import BuildError
 from castline.engines.manifest import Limits
 from castline.plugins.contract import StepTensors
@@ -68,7 +76,7 @@ def toy_case(seed: int = 1) -> VerifyCase:
 LIMITS = Limits(max_model_len=128, block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=64)
 
 
-def run(case: VerifyCase, engine: ToyEngine, limits: Limits = LIMITS) -> tuple[Comparison, float]:
+def run(case: VerifyCase, engine: ToyEngine, limits: Limits = LIMITS) -> Measured:
     return measure(case, engine, engine.model.reference, limits)
 
 
@@ -110,7 +118,7 @@ def test_engine_of_nan_fails_every_tolerance(poison: float) -> None:
     comparison = Comparison()
     logits = np.zeros((2, 3), np.float32)
     comparison.add(logits, np.where(np.arange(3) == 1, poison, logits).astype(np.float32), np.array([0, 1]))
-    report = judge(comparison, 1.0, Tolerance(1e9, 0.0))
+    report = judge(Measured({"prefill": comparison}, 1.0), Tolerance(1e9, 0.0))
     assert not report.parity.verified
     assert np.isfinite(report.parity.mean_kl)
 
@@ -121,12 +129,14 @@ def test_replay_gives_every_token_its_own_context(max_num_seqs: int, max_num_bat
     case = toy_case()
     limits = Limits(128, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens)
     engine = ToyEngine(ToyModel(), case.num_blocks(BLOCK_SIZE))
-    comparison, greedy = run(case, engine, limits)
-    assert comparison.num_tokens == sum(map(len, case.passages))
-    assert comparison.max_kl < 1e-9
-    assert comparison.top1_agreement == 1.0
-    assert comparison.perplexity == pytest.approx(comparison.reference_perplexity)
-    assert greedy == 1.0
+    measured = run(case, engine, limits)
+    assert list(measured.comparisons) == ["prefill", "decode"]
+    for comparison in measured.comparisons.values():
+        assert comparison.num_tokens == sum(map(len, case.passages))
+        assert comparison.max_kl < 1e-9
+        assert comparison.top1_agreement == 1.0
+        assert comparison.perplexity == pytest.approx(comparison.reference_perplexity)
+    assert measured.greedy_match == 1.0
     assert all(len(step.kv_lens) <= max_num_seqs for step in engine.steps)
     forced = replay(make_tracks(case.passages, BLOCK_SIZE), limits)
     assert all(len(step.input_ids) <= max_num_batched_tokens for step, _ in forced)
@@ -141,6 +151,35 @@ def test_replay_mixes_prefill_and_decode() -> None:
     assert any(step.min() == 1 and step.max() > 1 for step in lengths)
     starts = np.concatenate([step.kv_lens - length for step, length in zip(steps, lengths, strict=True)])
     assert (starts % BLOCK_SIZE != 0).any()
+
+
+def test_decode_replay_feeds_one_token_at_a_time() -> None:
+    """Steps of few rows run other kernels than chunks: an engine wrong only there would pass a gate over chunks."""
+    case = toy_case()
+    few = Limits(128, BLOCK_SIZE, DECODE_ROWS, 64)
+    steps = [tensors for tensors, _ in replay(make_tracks(case.passages, BLOCK_SIZE), few, DECODE)]
+    assert max(len(step.input_ids) for step in steps) == DECODE_ROWS
+    assert all((np.diff(step.cu_query_lens) == 1).all() for step in steps)
+    assert sum(len(step.input_ids) for step in steps) == sum(map(len, case.passages))
+
+
+@pytest.mark.parametrize("wrong_when_small", [True, False])
+def test_the_worse_kind_of_step_counts(wrong_when_small: bool) -> None:
+    """Figures of the better kernels would be a promise that the others do not keep."""
+    case = toy_case()
+
+    class OneKindIsWrong(ToyEngine):
+        def step(self, tensors: StepTensors) -> NDArray[np.float32]:
+            logits = super().step(tensors)
+            small = len(tensors.input_ids) <= DECODE_ROWS
+            return -logits if small == wrong_when_small else logits
+
+    measured = run(case, OneKindIsWrong(ToyModel(), case.num_blocks(BLOCK_SIZE)))
+    parity = judge(measured, Tolerance(0.001, 0.99)).parity
+    bad, good = ("decode", "prefill") if wrong_when_small else ("prefill", "decode")
+    assert not parity.verified
+    assert parity.mean_kl == parity.by_step[bad].mean_kl > 10 * parity.by_step[good].mean_kl
+    assert parity.top1_agreement == parity.by_step[bad].top1_agreement
 
 
 def test_tracks_share_no_block_and_are_scattered() -> None:
@@ -166,23 +205,22 @@ def test_greedy_match_stops_at_the_first_difference() -> None:
             return logits
 
     only_prompts = VerifyCase(passages=((1, 2, 3),), prompts=case.prompts[:1], greedy_tokens=12)
-    _, greedy = run(only_prompts, Wandering(model, only_prompts.num_blocks(BLOCK_SIZE)))
-    assert greedy == pytest.approx(3 / 12)
+    measured = run(only_prompts, Wandering(model, only_prompts.num_blocks(BLOCK_SIZE)))
+    assert measured.greedy_match == pytest.approx(3 / 12)
 
 
 def test_gate_refuses_what_is_over_either_tolerance() -> None:
     """A low mean divergence does not excuse other first choices, nor the other way round."""
     case = toy_case()
-    exact, _ = run(case, ToyEngine(ToyModel(), case.num_blocks(BLOCK_SIZE)))
-    sharp, greedy = run(case, ToyEngine(ToyModel(), case.num_blocks(BLOCK_SIZE), scale=8.0))
-    assert judge(exact, 1.0, Tolerance(0.001, 0.99)).parity.verified
-    assert sharp.top1_agreement == 1.0
-    report = judge(sharp, greedy, Tolerance(0.001, 0.99))
+    exact = run(case, ToyEngine(ToyModel(), case.num_blocks(BLOCK_SIZE)))
+    sharp = run(case, ToyEngine(ToyModel(), case.num_blocks(BLOCK_SIZE), scale=8.0))
+    assert judge(exact, Tolerance(0.001, 0.99)).parity.verified
+    report = judge(sharp, Tolerance(0.001, 0.99))
+    assert report.parity.top1_agreement == 1.0
     assert not report.parity.verified
     with pytest.raises(BuildError, match=r"mean KL .*at most 0\.001.*--allow-unverified"):
         require_verified(report.parity, "int8", "int8")
-    other, greedy = run(case, _swapped(case))
-    assert not judge(other, greedy, Tolerance(1e9, 0.99)).parity.verified
+    assert not judge(run(case, _swapped(case)), Tolerance(1e9, 0.99)).parity.verified
 
 
 def _swapped(case: VerifyCase) -> ToyEngine:

@@ -103,13 +103,13 @@ def test_plan_and_loader_agree_to_the_block(
 
 
 @pytest.mark.slow
-def test_the_demo_engine_starts_with_the_planned_blocks(int8_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_engine_starts_with_the_planned_blocks(default_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, with a bundle as it is built and the whole start-up path."""
     for module in (planning, loader):
         monkeypatch.setattr(module, "available_memory_bytes", lambda: 3 * GIB)
     for share in ((), ("--memory-utilization", "0.5")):
-        planned = json.loads(invoke("--model", int8_engine, "--json", *share).output)
-        started = plan_engine(int8_engine, LoadOptions(memory_utilization=float(share[1]) if share else None))
+        planned = json.loads(invoke("--model", default_engine, "--json", *share).output)
+        started = plan_engine(default_engine, LoadOptions(memory_utilization=float(share[1]) if share else None))
         assert planned["kv"]["num_blocks"] == started.pool.num_blocks
         assert planned["kv"]["max_concurrency"] == started.limits.max_concurrency
         assert planned["model"]["num_parameters"] == started.manifest.model.num_parameters == 134515008
@@ -212,7 +212,7 @@ def test_this_machine_needs_no_sku(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "demo", "--kv-blocks", "3"], "raise --kv-blocks to 256"),
         (["--model", "nowhere", "--sku", "l4"], "download the model first"),
         (["--sku", "l4"], "--model is missing"),
-        (["--model", "demo", "--recipe", "fp8"], "--recipe 'fp8' is unknown; choose one of fp32"),
+        (["--model", "demo", "--recipe", "fp8"], "--recipe 'fp8' is unknown; choose one of auto, fp32"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_cure(arguments: list[str], message: str) -> None:

@@ -20,9 +20,9 @@ ASK = {"messages": [{"role": "user", "content": "Say a word."}]}
 
 @pytest.fixture(scope="module")
 def client(
-    int8_engine: Path, serve: Callable[..., contextlib.AbstractContextManager[Any]]
+    default_engine: Path, serve: Callable[..., contextlib.AbstractContextManager[Any]]
 ) -> Iterator[Callable[[str, dict[str, Any]], httpx.Response]]:
-    with serve(int8_engine, "--max-model-len", str(MAX_MODEL_LEN)) as server:
+    with serve(default_engine, "--max-model-len", str(MAX_MODEL_LEN)) as server:
 
         def post(path: str, body: dict[str, Any]) -> httpx.Response:
             url = f"{server.http_url}/v1/{path}"

@@ -18,13 +18,13 @@ from castline.server.proto import castline_pb2, castline_pb2_grpc
 pytestmark = pytest.mark.slow
 
 Serve = Callable[..., contextlib.AbstractContextManager[Any]]
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 MODEL = "smollm2"
 
 
 @pytest.fixture(scope="module")
-def server(int8_engine: Path, serve: Serve) -> Iterator[Any]:
-    with serve(int8_engine) as running:
+def server(default_engine: Path, serve: Serve) -> Iterator[Any]:
+    with serve(default_engine) as running:
         yield running
 
 
@@ -95,9 +95,9 @@ def test_seeded_sampling_is_independent_of_the_batch(client: openai.OpenAI) -> N
     assert len(set(seeded(3))) > 1
 
 
-def test_sigterm_drains(int8_engine: Path, serve: Serve) -> None:
+def test_sigterm_drains(default_engine: Path, serve: Serve) -> None:
     """C50: the stream that runs ends whole, a new request is refused, the process exits with 0."""
-    with serve(int8_engine, "--drain-timeout", "200") as running:
+    with serve(default_engine, "--drain-timeout", "200") as running:
         client = openai.OpenAI(base_url=f"{running.http_url}/v1", api_key="none", max_retries=0)
         chunks = client.completions.create(
             model=MODEL, prompt="Once", max_tokens=300, temperature=0, stream=True, extra_body={"ignore_eos": True}

@@ -16,10 +16,10 @@ LIMIT_MIB = 400
 
 
 def test_resident_memory_without_the_pool(
-    int8_engine: Path, serve: Callable[..., contextlib.AbstractContextManager[Any]]
+    default_engine: Path, serve: Callable[..., contextlib.AbstractContextManager[Any]]
 ) -> None:
     """Weights held twice, or a build library loaded to serve, shows here. Pages the two processes share count once."""
-    with serve(int8_engine) as server:
+    with serve(default_engine) as server:
         body = {"model": "smollm2", "prompt": "one two three " * 100, "max_tokens": 8}
         assert httpx.post(f"{server.http_url}/v1/completions", json=body, timeout=60).status_code == 200
         found = re.search(r"KV cache: .* \((\d+) MiB\)", "\n".join(server.log))

@@ -66,14 +66,14 @@ async def settle(url: str) -> None:
 
 
 def test_many_clients_with_cancels(
-    int8_engine: Path, serve: Callable[..., contextlib.AbstractContextManager[Any]]
+    default_engine: Path, serve: Callable[..., contextlib.AbstractContextManager[Any]]
 ) -> None:
     async def load(url: str) -> list[str]:
         answers = await asyncio.gather(*(one_client(url, seed) for seed in range(CLIENTS)))
         await settle(url)
         return [answer for client in answers for answer in client]
 
-    with serve(int8_engine) as running:
+    with serve(default_engine) as running:
         outcomes = asyncio.run(load(running.http_url))
     assert len(outcomes) == CLIENTS * REQUESTS
     assert set(outcomes) <= {"done", "cancelled"}, {o for o in outcomes if o not in ("done", "cancelled")}

@@ -128,10 +128,9 @@ def decode_pool(attributes: AttentionAttributes, pool: NDArray[np.uint8]) -> tup
     k_bytes, v_bytes, scales = pool[:, :size], pool[:, size : 2 * size], pool[:, 2 * size :]
     k = np.ascontiguousarray(k_bytes).view(dtype)
     v = np.ascontiguousarray(v_bytes).view(dtype)
-    lanes = {KvDtypeCode.BF16: 2, KvDtypeCode.INT8: 4}.get(KvDtypeCode(a.kv_dtype), 1)
-    k = k.reshape(blocks, heads, dim // lanes, n, lanes).transpose(0, 3, 1, 2, 4).reshape(blocks * n, heads, dim)
-    pair = 2 if a.kv_dtype == KvDtypeCode.BF16 else 1
-    v = v.reshape(blocks, heads, n // pair, dim, pair).transpose(0, 2, 4, 1, 3).reshape(blocks * n, heads, dim)
+    beside = {KvDtypeCode.FP32: 1, KvDtypeCode.INT8: 4}.get(KvDtypeCode(a.kv_dtype), 2)
+    k = k.reshape(blocks, heads, dim // beside, n, beside).transpose(0, 3, 1, 2, 4).reshape(blocks * n, heads, dim)
+    v = v.reshape(blocks, heads, n // beside, dim, beside).transpose(0, 2, 4, 1, 3).reshape(blocks * n, heads, dim)
     k, v = k.astype(np.float32), v.astype(np.float32)
     if a.kv_dtype == KvDtypeCode.INT8:
         scale = np.ascontiguousarray(scales).view(np.float32).reshape(blocks, 2, heads, n)

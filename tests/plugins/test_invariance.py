@@ -36,10 +36,15 @@ def assert_same(rows, expected):
         np.testing.assert_array_equal(row, expected[token], err_msg=str(token))
 
 
-@pytest.fixture(params=[(isa, dtype) for isa in available_isas() for dtype in CPU_KV_DTYPES], ids=str)
+CASES = [(isa, dtype, dim) for isa in available_isas() for dtype in CPU_KV_DTYPES for dim in (24, 40)]
+
+
+@pytest.fixture(params=CASES, ids=str)
 def isa_and_attributes(request, tools) -> tuple[str, AttentionAttributes]:
-    isa, dtype = request.param
-    return isa, tools.attributes(kv_dtype=int(dtype), num_heads=6, num_kv_heads=2, head_dim=24, window=301)
+    """Heads of 24 are for the vector kernels of every instruction set, heads of 40 for the matrix ones where there are
+    any."""
+    isa, dtype, dim = request.param
+    return isa, tools.attributes(kv_dtype=int(dtype), num_heads=6, num_kv_heads=2, head_dim=dim, window=301)
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)

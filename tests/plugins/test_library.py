@@ -97,6 +97,17 @@ def test_self_test_can_fail(monkeypatch) -> None:
         selftest.run_self_test()
 
 
+@pytest.mark.parametrize(
+    ("reference", "problem"), [("linear", "W4_DM weights in groups of 32"), ("embedding", "the embedding")]
+)
+def test_self_test_of_linear_can_fail(monkeypatch, reference, problem) -> None:
+    """The same of the other operators."""
+    right = getattr(selftest, reference)
+    monkeypatch.setattr(selftest, reference, lambda *inputs, **options: right(*inputs, **options) + np.float32(0.05))
+    with pytest.raises(EngineError, match=f"self-test of {problem}"):
+        selftest.run_self_test()
+
+
 def test_exports_only_its_interface() -> None:
     """A symbol of the plugin that leaks into the process could be bound to by another library, and the reverse."""
     handle = ctypes.CDLL(str(library.library_path()))
@@ -110,6 +121,7 @@ def test_exports_only_its_interface() -> None:
         "castline_plugin_version",
         "castline_available_isas",
         "castline_active_isa",
+        "castline_draw",
     }
 
 

@@ -24,7 +24,7 @@ extern "C" int probe(const int* numbers, const int* cu, const int* kv, int seque
   castline::Step s = {};
   s.num_sequences = sequences; s.cu_query_lens = cu; s.kv_lens = kv; s.num_tokens = cu[sequences];
   castline::Partition p;
-  castline::make_partition(a, s, workers, &p);
+  castline::make_partition(a, s, 32, workers, &p);
   int n = 0;
   for (const castline::WorkItem& i : p.items) {
     const int row[8] = {i.sequence, i.kv_head, i.first_query, i.last_query, i.first_tile, i.last_tile, i.unit,

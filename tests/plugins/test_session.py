@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from castline.engines.errors import EngineError
 from castline.plugins.contract import AttentionAttributes, StepTensors
 from castline.plugins.cpu.node_model import block_bytes
+from castline.plugins.cpu.operator_profile import Role
 from castline.plugins.cpu.session import CpuSession, SessionOptions
 from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
 
@@ -260,6 +261,30 @@ def test_options_reach_the_runtime(engine, graph, tmp_path) -> None:
         session.step(FIRST)
     (profile,) = tmp_path.glob("profile*.json")
     assert "PagedAttention" in profile.read_text()
+
+
+def test_a_profiled_session_goes_on(session, tmp_path) -> None:
+    """Opening the graph anew must keep the pool and the results, and a recording that is over leaves no file."""
+    session.step(FIRST)
+    expected = session.step(SECOND).copy()
+    for _ in range(2):
+        session.start_profile(str(tmp_path / "operators"))
+        begin = time.perf_counter_ns()
+        results = [session.step(SECOND).copy() for _ in range(3)]
+        end = time.perf_counter_ns()
+        runs = session.end_profile()
+        np.testing.assert_array_equal(results, [expected] * 3)
+        np.testing.assert_array_equal(session.step(SECOND), expected)
+        assert len(runs) == 3
+        assert begin < runs[1].start_ns < end, "on the caller's clock"
+        for run in runs:
+            roles = [operator.role for operator in run.operators]
+            assert (roles.count(Role.QKV), roles.count(Role.ATTENTION), roles.count(Role.OUT)) == (2, 2, 2)
+            assert roles[-1] is Role.HEAD
+    assert list(tmp_path.glob("operators*")) == []
+    session.close()
+    with pytest.raises(EngineError, match="closed"):
+        session.start_profile("")
 
 
 def test_close_releases_everything(engine, graph) -> None:

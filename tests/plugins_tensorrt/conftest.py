@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, QkNorm
-from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
+from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention, round_trip
 
 torch.set_num_threads(1)
 
@@ -43,12 +43,26 @@ class Case:
         self.pool = torch.zeros((self.num_blocks, 2, a.num_kv_heads, a.block_size, a.head_dim), dtype=dtype)
         if self.kind is None:
             self.kind = 0 if a.kv_dtype == KvDtypeCode.FP16 else 1
+        self._fill()
         shape = (len(self.lengths), self.table_width)
         self.table = self.random.permutation(self.num_blocks)[: shape[0] * shape[1]].reshape(shape).astype(np.int32)
         width = a.head_dim if a.qk_norm == QkNorm.PER_HEAD else a.num_heads * a.head_dim
         k_width = a.head_dim if a.qk_norm == QkNorm.PER_HEAD else a.num_kv_heads * a.head_dim
         self.q_weight = self.random.uniform(0.5, 1.5, width).astype(np.float32)
         self.k_weight = self.random.uniform(0.5, 1.5, k_width).astype(np.float32)
+
+    def _fill(self) -> None:
+        """Random keys and values in every slot: a case may begin with long sequences at no cost."""
+        a = self.attributes
+        shape = (2, self.num_blocks * a.block_size, a.num_kv_heads, a.head_dim)
+        values = round_trip(self.random.standard_normal(shape).astype(np.float32), a.kv_dtype)
+        self.reference.k[:], self.reference.v[:] = values
+        blocks = torch.from_numpy(values).reshape(2, self.num_blocks, a.block_size, a.num_kv_heads, a.head_dim)
+        blocks = blocks.permute(1, 0, 3, 2, 4)
+        if self.pool.dtype == torch.uint8:
+            self.pool.copy_(blocks.to(torch.float8_e4m3fn).view(torch.uint8))
+        else:
+            self.pool.copy_(blocks)
 
     def step(self, query_lens: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(expected, found) outputs [T, heads * dim] of a step that adds *query_lens* tokens to the sequences."""

@@ -141,8 +141,8 @@ def test_kernel_of_another_castline_is_refused() -> None:
     strange = KernelSet("8.9", "triton", (*kernels().kernels[1:], spec("rope_append", arguments="qkv mystery")))
     with pytest.raises(EngineError, match="kernel rope_append takes mystery, which this castline does not give"):
         attention_launches(strange, A, StepShape(4, 4, 4, 500), ADDRESSES, WORKSPACE, 100)
+    other = AttentionAttributes(0, 8, 2, 128, 0.125, 32, int(KvDtypeCode.FP8))
     with pytest.raises(EngineError, match="the engine has no kernel"):
-        other = AttentionAttributes(0, 8, 2, 128, 0.125, 32, int(KvDtypeCode.FP8))
         attention_launches(kernels(), other, StepShape(4, 4, 4, 500), ADDRESSES, WORKSPACE, 100)
 
 

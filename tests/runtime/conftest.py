@@ -6,11 +6,12 @@ tokens of `ScriptedModel.continuation`.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from castline.plugins.contract import StepTensors
 from castline.runtime.client import EffectiveLimits
@@ -26,19 +27,26 @@ EOS = 96
 
 
 class ScriptedModel:
-    """``scripted`` overrides the token at a total length, for endings."""
+    """``scripted`` overrides the token at a total length, for endings.
+
+    With ``memory`` it sees that many tokens only, and has a few favourites: its texts run in loops, which change now
+    and then.
+    """
 
     def __init__(self) -> None:
         self.scripted: dict[int, int] = {}
+        self.memory: int | None = None
 
     def next_token(self, tokens: Sequence[int]) -> int:
         """Any token but EOS, unless scripted."""
         if len(tokens) in self.scripted:
             return self.scripted[len(tokens)]
-        state = 7
+        state, modulus = 7, EOS
+        if self.memory is not None:
+            state, modulus, tokens = len(tokens) // 17, 3, tokens[-self.memory :]
         for token in tokens:
             state = (state * 31 + int(token) + 1) % 1_000_003
-        return state % EOS
+        return state % modulus
 
     def continuation(self, prompt: Sequence[int], count: int, index: int = 0) -> tuple[int, ...]:
         """The slow reference: *count* tokens after *prompt* for continuation *index*, with no batching or cache."""
@@ -126,7 +134,9 @@ class ScriptedSampler:
         """``rank`` is what the model would have chosen: it tells which row the answer came from."""
         chosen = logits.argmax(axis=1).tolist()
         assert len(chosen) == len(next_token_ids)
-        return [replace(_logprobs(token), rank=best) for token, best in zip(next_token_ids, chosen, strict=True)]
+        return [
+            structs.replace(_logprobs(token), rank=best) for token, best in zip(next_token_ids, chosen, strict=True)
+        ]
 
 
 def shifted(token: int, index: int) -> int:
@@ -177,11 +187,17 @@ class Engine:
             assert plan.num_tokens <= self.limits.max_num_batched_tokens
             assert len(plan.scheduled) <= self.limits.max_num_seqs
             assert scheduler.num_running <= self.limits.max_num_seqs
+            assert all(part.num_drafts <= self.limits.max_drafts for part in plan.scheduled)
             return plan
 
         def truth() -> list[list[int]]:
             parts = self.plans[-1].scheduled
-            return [scheduler.get(p.seq_id).token_ids[: p.start + len(p.token_ids)] for p in parts]
+            known = [scheduler.get(part.seq_id).token_ids for part in parts]
+            for part, tokens in zip(parts, known, strict=True):
+                sure = part.token_ids[: len(part.token_ids) - part.num_drafts]
+                assert list(sure) == tokens[part.start : part.start + len(sure)]
+                assert part.num_drafts == 0 or part.start + len(sure) == len(tokens), "guesses go at the end"
+            return [tokens[: part.start] + list(part.token_ids) for part, tokens in zip(parts, known, strict=True)]
 
         scheduler.schedule = observed
         self.executor.truth = truth
@@ -233,7 +249,7 @@ class Engine:
         assert not scheduler.groups
         assert not scheduler._sequences
         assert not scheduler._running
-        assert not any(scheduler._waiting.values())
+        assert not scheduler._waiting
         assert not scheduler.kv._computing
         assert not core._deadlines
         assert not core._suspects

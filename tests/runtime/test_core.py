@@ -21,6 +21,19 @@ def test_one_event_a_token_and_the_first_carries_the_prompt(make_engine):
     assert engine.finish("r").reason is FinishReason.LENGTH
 
 
+def test_queue_time_ends_with_the_first_step_of_a_request(make_engine):
+    """Neither the time of its prompt, which is the engine's work, nor that of a later preemption is waiting."""
+    engine = make_engine(max_num_seqs=1, max_num_batched_tokens=4)
+    engine.add("a", range(2), max_tokens=2)
+    engine.add("b", range(10, 20), max_tokens=2)
+    while engine.core.has_work:
+        engine.clock.now += 1
+        engine.step()
+    times = {event.request_id: event.queue_s for event in engine.events if event.queue_s is not None}
+    assert times == {"a": 1, "b": 3}
+    assert [event.queue_s is not None for event in engine.events] == [True, False, True, False]
+
+
 def test_no_logprobs_unless_asked(make_engine):
     """An empty list would read as log-probabilities that got lost."""
     engine = make_engine()

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from castline.runtime.events import FinishReason
 
@@ -79,11 +80,44 @@ def test_the_victim_goes_before_those_that_wait(make_engine):
     while engine.core.has_work:
         engine.step()
         for seq_id in engine.plans[-1].preempted:
-            lane = engine.core.scheduler._waiting[engine.core.scheduler.get(seq_id).lane]
-            assert lane.first(1)[0].seq_id == seq_id
-            num_behind.append(len(lane) - 1)
+            scheduler = engine.core.scheduler
+            line = scheduler._waiting.first(scheduler.get(seq_id).lane)
+            assert line[0].seq_id == seq_id
+            num_behind.append(len(line) - 1)
     assert num_behind[0] == 1
     assert [event.request_id for event in engine.events if event.finish] == ["r0", "r1", "r2", "r3"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "shared", "most"),
+    [
+        ({"max_num_seqs": 4}, False, 0),  # no place is free
+        ({"max_num_seqs": 8, "num_blocks": 20}, False, 2),  # the heads of line find no room
+        ({"max_num_seqs": 8, "num_blocks": 64}, True, 8),  # they wait for what a running one computes
+    ],
+)
+def test_a_step_costs_the_same_whoever_waits(make_engine, limits, shared, most):
+    """64 or 256 that wait: a step must look at a bounded number of them, or throughput falls with the queue."""
+
+    def looked_up(num_requests: int) -> list[int]:
+        engine = make_engine(max_num_batched_tokens=16, block_size=4, max_model_len=48, **limits)
+        kv, counts = engine.core.scheduler.kv, []
+        lookup = kv.lookup
+        kv.lookup = lambda seq: counts.append(seq.seq_id) or lookup(seq)
+        for number in range(num_requests):
+            engine.add(f"r{number}", [*range(14)] if shared else [number % 90, *range(13)], max_tokens=34)
+        per_step = []
+        for _ in range(20):
+            before = len(counts)
+            admitted = engine.core.stats().num_waiting
+            engine.step()
+            admitted -= engine.core.stats().num_waiting
+            per_step.append(len(counts) - before - admitted)
+        return per_step
+
+    few, many = looked_up(64), looked_up(256)
+    assert few == many
+    assert max(many) <= most
 
 
 def test_admission_counts_what_running_prompts_still_need(make_engine):
@@ -188,7 +222,7 @@ def test_several_tokens_a_step(make_engine):
     scheduler.commit(engine.plans[-1], {seq_id: (1,)})
     assert (seq.num_computed, seq.num_tokens) == (10, 11)
     plan = scheduler.schedule()
-    drafts = replace(plan.scheduled[0], token_ids=(1, 2, 3, 50))
+    drafts = structs.replace(plan.scheduled[0], token_ids=(1, 2, 3, 50))
     scheduler.commit(replace(plan, scheduled=(drafts,)), {seq_id: (2, 3)})
     assert (seq.num_computed, seq.num_tokens) == (12, 13), "the KV of the rejected drafts is not this sequence's"
     plan = scheduler.schedule()

@@ -29,15 +29,19 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         budget=st.integers(1, 24),
         max_num_seqs=st.integers(1, 6),
+        max_drafts=st.sampled_from([0, 1, 3, 7]),
+        memory=st.sampled_from([None, 1, 2]),
     )
-    def start(self, num_blocks, block_size, budget, max_num_seqs):
+    def start(self, num_blocks, block_size, budget, max_num_seqs, max_drafts, memory):
         self.engine = self.make_engine(
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=num_blocks * block_size + 1,
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
+            max_drafts=max_drafts,
         )
+        self.engine.model.memory = memory
         self.count = 0
 
     @rule(

@@ -63,6 +63,24 @@ def test_requests_that_arrive_together_share_their_prefix(make_engine):
     assert [engine.first_event(f"r{n}").cached_tokens for n in range(4)] == [0, 40, 40, 40]
 
 
+@pytest.mark.parametrize("max_drafts", [0, 4])
+def test_thirty_two_requests_with_a_thousand_tokens_in_common_compute_them_once(make_engine, max_drafts):
+    """They arrive together, so none of it is cached when they do; computed by each, it would be 32 times the work."""
+    limits = {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 512, "num_blocks": 512}
+    engine = make_engine(**limits, block_size=32, max_drafts=max_drafts)
+    prefix, rest, output = [number % 90 for number in range(1000)], 20, 4
+    for number in range(32):
+        engine.add(f"r{number}", [*prefix, number, *range(rest - 1)], max_tokens=output)
+    engine.run()
+    shared = 1000 // 32 * 32
+    guessed = engine.core.stats().spec_drafted_tokens - engine.core.stats().spec_accepted_tokens
+    prompts = sum(engine.executor.num_tokens) - 32 * (output - 1) - guessed
+    assert prompts == 1000 + rest + 31 * (1000 + rest - shared)
+    assert [engine.first_event(f"r{number}").cached_tokens for number in range(32)] == [0] + [shared] * 31
+    for number in (0, 1, 31):
+        assert engine.tokens(f"r{number}") == engine.expected(f"r{number}", output)
+
+
 def test_who_waits_for_a_prefix_takes_over_when_its_owner_is_aborted(make_engine):
     """Waiting for a sequence that has left would be for ever."""
     engine = make_engine(max_num_batched_tokens=8, block_size=4)

@@ -5,6 +5,17 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import UNSET
+
+from castline.server.openai_responses import (
+    AnswerHead,
+    ChunkChoice,
+    ChunkEncoder,
+    CompletionChoice,
+    CompletionLogprobs,
+    Delta,
+    sse,
+)
 
 REPLY = "Paris, naïve 🙂."
 
@@ -142,3 +153,16 @@ def test_usage_of_a_stream_covers_every_prompt(app: Any) -> None:
     assert last["choices"] == []
     assert last["usage"]["prompt_tokens"] == 5
     assert last["usage"]["completion_tokens"] == 2 * (len(REPLY.encode()) + 1)
+
+
+@pytest.mark.parametrize("usage", [None, UNSET])
+def test_chunks_equal_those_encoded_whole(usage: Any) -> None:
+    """What is the same in all chunks is encoded once, and put together with each choice as bytes."""
+    head = AnswerHead('cmpl-1"choices":[]', "text_completion", 5, 'a model ]} named "b"', "fp_1")
+    choices: list[CompletionChoice | ChunkChoice] = [
+        CompletionChoice(0, "a ]} 🙂\n", None, None, None),
+        CompletionChoice(3, "", CompletionLogprobs(["a"], [-0.5], [None], [0]), "stop", 7),
+        ChunkChoice(0, Delta(content="x"), None, None),
+    ]
+    for choice in choices:
+        assert ChunkEncoder(head, usage).event(choice) == sse(head.answer((choice,), usage))

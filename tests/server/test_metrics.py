@@ -4,12 +4,15 @@ import re
 from typing import Any
 
 import grpc
+import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from castline.engines.errors import ErrorCode, RequestError
 from castline.runtime.client import Output, PromptInfo, Stats
 from castline.runtime.events import FinishReason
-from castline.server.metrics import Metrics, RequestMeter
+from castline.server.histogram import Histogram
+from castline.server.metrics import TTFT_BUCKETS, Metrics, RequestMeter
 
 COUNTERS = [
     "prompt_tokens_total",
@@ -21,6 +24,7 @@ COUNTERS = [
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
 HISTOGRAMS = [
     "time_to_first_token_seconds",
+    "request_queue_time_seconds",
     "inter_token_latency_seconds",
     "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds",
@@ -195,3 +199,21 @@ def test_a_refused_request_counts_as_an_error_only(metrics: Metrics) -> None:
     found = values(metrics)
     assert found['request_errors_total{code="invalid_value"}'] == 1
     assert sum(v for k, v in found.items() if k.startswith("request_success_total")) == 0
+
+
+def test_the_histogram_equals_prometheus_own() -> None:
+    """Written anew for speed: bounds are inclusive, buckets add up, and their names are the ones that queries know."""
+    theirs = prometheus_client.Histogram("castline:h", "H", ["model_name"], buckets=TTFT_BUCKETS, registry=None)
+    mine = Histogram("castline:h", "H", {"model_name": "m"}, TTFT_BUCKETS)
+    for value in (0.0, 0.004, 0.005, 0.0051, 1, 640, 641, 3.5):
+        theirs.labels("m").observe(value)
+        mine.observe(value)
+    mine.observe(0.03, 3)
+    for _ in range(3):
+        theirs.labels("m").observe(0.03)
+    registries = [CollectorRegistry(), CollectorRegistry()]
+    registries[0].register(theirs)
+    registries[1].register(mine)
+    expected, found = (series(generate_latest(registry).decode()) for registry in registries)
+    assert found == {name: value for name, value in expected.items() if not name.startswith("h_created")}
+    assert len(found) == len(TTFT_BUCKETS) + 3

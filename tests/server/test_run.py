@@ -1,8 +1,11 @@
 """`castline run`: options reach the loader and the server, and start-up prints what operators look for."""
 
-from dataclasses import fields
+import asyncio
+import signal
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import click
 import pytest
@@ -10,7 +13,9 @@ from click.testing import CliRunner
 
 from castline.commands import run
 from castline.engines.capacity import KvCapacity
+from castline.engines.errors import EngineError
 from castline.runtime.loader import EnginePlan, LoadOptions
+from castline.runtime.step_profile import ProfileOptions
 from castline.server.options import Endpoints, ServerOptions
 
 ENDPOINTS = Endpoints("http://127.0.0.1:8123", "grpc://127.0.0.1:8124")
@@ -31,8 +36,37 @@ class Calls:
 
     async def serve(self, open_engine: Any, options: ServerOptions, *, on_listening: Any, on_ready: Any) -> None:
         self.server = options
+        self.open_engine = open_engine
         on_listening(ENDPOINTS)
         on_ready(None, ENDPOINTS)
+
+    def start_process(self, plan: EnginePlan, profile: ProfileOptions | None) -> tuple[Mock, Mock]:
+        self.loaded = plan, profile
+        self.loading = Mock(), Mock()
+        return self.loading
+
+    def profile(self) -> tuple[ProfileOptions | None, int]:
+        """What the engine would be started with, and how often a SIGUSR1 then reaches it."""
+        asked: list[ProfileOptions | None] = []
+        engine = Mock()
+
+        async def start(plan: EnginePlan, *, profile: ProfileOptions | None, loading: Any) -> Mock:
+            assert self.loaded == (plan, profile), "the process that was started loads the same"
+            assert loading is self.loading
+            asked.append(profile)
+            return engine
+
+        async def open_and_signal() -> None:
+            await self.open_engine()
+            if asked[0] is not None:
+                started = asyncio.Event()
+                engine.start_profile.side_effect = started.set
+                signal.raise_signal(signal.SIGUSR1)
+                await asyncio.wait_for(started.wait(), 10)
+
+        with patch("castline.runtime.async_engine.AsyncEngine.start", start):
+            asyncio.run(open_and_signal())
+        return asked[0], engine.start_profile.call_count
 
 
 @pytest.fixture
@@ -40,6 +74,7 @@ def calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls(engine)
     monkeypatch.setattr(run, "plan_engine", calls.plan_engine)
     monkeypatch.setattr("castline.server.app.serve", calls.serve)
+    monkeypatch.setattr("castline.runtime.engine_link.EngineProcess.load", calls.start_process)
     return calls
 
 
@@ -60,6 +95,8 @@ def test_every_loading_option_reaches_the_loader(calls: Calls) -> None:
         "max_num_batched_tokens": 64,
         "kv_blocks": 7,
         "threads": 1,
+        "speculation": "off",
+        "max_drafts": 3,
         "max_waiting": 9,
     }
     arguments = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
@@ -104,9 +141,38 @@ def test_start_up_lines(calls: Calls) -> None:
     assert "KV cache: 256 blocks of 16 tokens (256 MiB)" in lines
     assert "maximum concurrency at max_model_len (4096): 16.00x" in lines
     assert "limits: max_model_len 4096, max_num_seqs 4, max_num_batched_tokens 512, max_waiting 64" in lines
+    assert "speculation: off" in lines
     assert "listening: http://127.0.0.1:8123 grpc://127.0.0.1:8124" in lines
     assert lines[-1].startswith("ready in ")
     assert len([line for line in lines if line.startswith("ready")]) == 1
+
+
+def test_a_profile_reaches_the_engine(calls: Calls, tmp_path: Path) -> None:
+    """Prevents --profile from being accepted and ignored, and a directory that cannot be from failing at the end."""
+    directory = tmp_path / "new" / "profiles"
+    invoke("--profile", str(directory), "--profile-steps", "7")
+    assert calls.profile() == (ProfileOptions(str(directory), 7), 1)
+    assert directory.is_dir()
+    invoke()
+    assert calls.profile() == (None, 0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineError, match="cannot write profiles into"):
+        invoke("--profile", str(tmp_path / "file" / "sub"))
+
+
+def test_speculation_is_named_at_start_up(calls: Calls) -> None:
+    """Prevents throughput figures of which nobody knows whether guesses are in them."""
+    calls.engine.limits = replace(calls.engine.limits, max_drafts=5)
+    assert "speculation: prompt lookup where it pays, up to 5 tokens ahead" in invoke().splitlines()
+
+
+def test_a_server_that_cannot_begin_leaves_no_engine(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is started before the ports are bound: a port that is taken must not leave it loading."""
+    monkeypatch.setattr("castline.server.app.serve", Mock(side_effect=EngineError("cannot listen")))
+    with pytest.raises(EngineError, match="cannot listen"):
+        invoke()
+    process, _ = calls.loading
+    process.kill.assert_called_once_with()
 
 
 def test_every_option_has_a_help_text() -> None:

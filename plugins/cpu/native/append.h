@@ -77,15 +77,20 @@ void write_head(const Attributes& a, const HeadBlock& block, int offset, const f
   alignas(64) uint8_t k_row[kMaxHeadDim * 4], v_row[kMaxHeadDim * 4];
   quantise<T>(k, dim, k_row, k_scale);
   quantise<T>(v, dim, v_row, v_scale);
-  if constexpr (T == kFp32) scatter<uint32_t>(k_row, dim, block.k + offset * 4, n);
-  if constexpr (T == kBf16) scatter<uint32_t>(k_row, dim / 2, block.k + offset * 4, n);
-  if constexpr (T == kInt8) scatter<uint32_t>(k_row, dim / 4, block.k + offset * 4, n);
-  if constexpr (T == kFp8) scatter<uint8_t>(k_row, dim, block.k + offset, n);
-  if constexpr (T == kBf16) {
-    scatter<uint16_t>(v_row, dim, block.v + (offset / 2 * dim * 2 + offset % 2) * 2, 2);
+  constexpr int kBeside = side_by_side(T), kBytes = element_bytes(T);
+  uint8_t* const v_first = block.v + (offset / kBeside * dim * kBeside + offset % kBeside) * kBytes;
+  if constexpr (T == kFp32) {
+    scatter<uint32_t>(k_row, dim, block.k + offset * 4, n);
+    memcpy(v_first, v_row, 4 * dim);
+  } else if constexpr (T == kBf16) {
+    scatter<uint32_t>(k_row, dim / 2, block.k + offset * 4, n);
+    scatter<uint16_t>(v_row, dim, v_first, 2);
+  } else if constexpr (T == kInt8) {
+    scatter<uint32_t>(k_row, dim / 4, block.k + offset * 4, n);
+    scatter<uint8_t>(v_row, dim, v_first, 4);
   } else {
-    const int bytes = dim * element_bytes(T);
-    memcpy(block.v + offset * bytes, v_row, bytes);
+    scatter<uint16_t>(k_row, dim / 2, block.k + offset * 2, n);
+    scatter<uint8_t>(v_row, dim, v_first, 2);
   }
   if constexpr (T == kInt8) {
     block.k_scale[offset] = k_scale;

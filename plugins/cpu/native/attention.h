@@ -60,6 +60,9 @@ struct WorkItem {
 struct Kernels {
   Isa isa;
   int min_head_dim;
+  int item_rows;  // rows (queries times heads of a group) of an item where the attributes do not say
+  // Floats of scratch, aligned to 64 bytes, that attend and merge need for an item of *rows* rows.
+  size_t (*scratch_floats)(const Attributes&, int rows);
   // QK-norm, RoPE and quantise-and-append of one token; leaves its queries in step.output.
   void (*append)(const Attributes&, const Step&, int64_t token);
   // Attention of one item. With partial == nullptr the result goes to step.output; else the softmax of every tile goes
@@ -68,12 +71,5 @@ struct Kernels {
   // Merges the tiles of a split unit (item covers all of them) into step.output.
   void (*merge)(const Attributes&, const Step&, const WorkItem&, float* scratch, const float* partial);
 };
-
-// Floats of scratch that an item of *rows* rows needs: scores, one decoded block, queries, running and tile
-// accumulators, the keys' scales, and a few numbers a row.
-static inline size_t scratch_floats(const Attributes& a, int rows) {
-  return static_cast<size_t>(rows) * (3 * a.head_dim + kKeyTile + 6) + static_cast<size_t>(a.block_size) * a.head_dim +
-         2 * kKeyTile;
-}
 
 }  // namespace castline

@@ -6,12 +6,14 @@ extern const Kernels kPortableKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kAmxKernels;
 #endif
 
 namespace {
 
 const Kernels* const kWidestFirst[] = {
 #if defined(__x86_64__)
+    &kAmxKernels,
     &kAvx512Kernels,
     &kAvx2Kernels,
 #endif

@@ -1,38 +1,13 @@
 #include "checks.h"
 
-#include <sstream>
-
 #include "layout.h"
 
 namespace castline {
 namespace {
 
-template <class... Parts>
-std::string join(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
-}
-
-std::string shape_text(const Tensor& t) {
-  std::string text = "[";
-  for (size_t i = 0; i < t.rank && i < kMaxRank; ++i) text += (i ? ", " : "") + std::to_string(t.dims[i]);
-  return text + "]";
-}
-
 // -1 in *wanted* matches any size.
 std::string check_shape(const Tensor (&inputs)[kInputs], Input index, std::initializer_list<int64_t> wanted) {
-  const Tensor& t = inputs[index];
-  if (!t.present) return join(kInputNames[index], " is absent, but the node's attributes call for it");
-  bool fits = t.rank == wanted.size();
-  size_t i = 0;
-  std::string text = "[";
-  for (int64_t size : wanted) {
-    text += (i ? ", " : "") + (size < 0 ? std::string("any") : std::to_string(size));
-    fits = fits && (size < 0 || t.dims[i] == size);
-    ++i;
-  }
-  return fits ? "" : join(kInputNames[index], " has shape ", shape_text(t), ", wanted ", text, "]");
+  return check_shape(kInputNames[index], inputs[index], wanted);
 }
 
 std::string check_query_lens(const Step& s) {

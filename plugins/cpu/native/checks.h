@@ -5,6 +5,7 @@
 #include <string>
 
 #include "attention.h"
+#include "node_reader.h"
 
 namespace castline {
 
@@ -14,15 +15,6 @@ constexpr const char* kInputNames[kInputs] = {"qkv",           "cos",     "sin",
                                               "kv_lens",       "block_table"};
 enum Input : int {
   kQkv, kCos, kSin, kQNormWeight, kKNormWeight, kKvPool, kSlotMapping, kCuQueryLens, kKvLens, kBlockTable
-};
-
-constexpr int kMaxRank = 4;
-
-struct Tensor {
-  bool present = false;
-  size_t rank = 0;
-  int64_t dims[kMaxRank] = {};
-  void* data = nullptr;
 };
 
 // Empty where the node's attributes are usable, else what is wrong.

@@ -52,7 +52,7 @@ Host detect() {
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
              __builtin_cpu_supports("avx512vnni");
   const bool tiles = leaf_7_0_edx(22) && leaf_7_0_edx(24) && leaf_7_0_edx(25);
-  h.amx = h.avx512 && leaf_7_1_eax(5) && tiles && tiles_granted();
+  h.amx = h.avx512 && leaf_7_0_edx(23) && leaf_7_1_eax(5) && tiles && tiles_granted();
   return h;
 }
 

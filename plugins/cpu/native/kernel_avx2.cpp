@@ -5,5 +5,5 @@
 
 namespace castline {
 extern const Kernels kAvx2Kernels;
-const Kernels kAvx2Kernels = {Isa::kAvx2, 8, avx2::append, avx2::attend, avx2::merge};
+const Kernels kAvx2Kernels = {Isa::kAvx2, 8, 32, avx2::scratch_floats, avx2::append, avx2::attend, avx2::merge};
 }  // namespace castline

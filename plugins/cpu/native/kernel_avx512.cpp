@@ -5,5 +5,6 @@
 
 namespace castline {
 extern const Kernels kAvx512Kernels;
-const Kernels kAvx512Kernels = {Isa::kAvx512, 16, avx512::append, avx512::attend, avx512::merge};
+const Kernels kAvx512Kernels = {Isa::kAvx512,   16, 32, avx512::scratch_floats, avx512::append,
+                                avx512::attend, avx512::merge};
 }  // namespace castline

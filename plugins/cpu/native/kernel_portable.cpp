@@ -5,5 +5,6 @@
 
 namespace castline {
 extern const Kernels kPortableKernels;
-const Kernels kPortableKernels = {Isa::kPortable, 8, portable::append, portable::attend, portable::merge};
+const Kernels kPortableKernels = {Isa::kPortable,   8, 32, portable::scratch_floats, portable::append,
+                                  portable::attend, portable::merge};
 }  // namespace castline

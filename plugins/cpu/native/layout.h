@@ -1,11 +1,15 @@
 // The layout of one KV block; nothing else knows it. H kv heads, N = block_size tokens, D = head_dim.
 //
-//   K    [H] tiles       fp32, fp8  [D][N]         one dimension of N keys is contiguous: lanes are keys
-//                        bf16       [D/2][N][2]    two dimensions of a key side by side: one 32-bit lane a key
-//                        int8       [D/4][N][4]    four dimensions of a key side by side: one 32-bit lane a key
-//   V    [H] tiles       fp32, fp8, int8  [N][D]   lanes are dimensions
-//                        bf16       [N/2][D][2]    two keys side by side: one 32-bit lane a dimension
+//   K    [H] tiles       fp32       [D][N]         one dimension of N keys is contiguous: lanes are keys
+//                        bf16, fp8  [D/2][N][2]    two dimensions of a key side by side
+//                        int8       [D/4][N][4]    four dimensions of a key side by side
+//   V    [H] tiles       fp32       [N][D]         lanes are dimensions
+//                        bf16, fp8  [N/2][D][2]    two keys side by side
+//                        int8       [N/4][D][4]    four keys side by side
 //   int8 only: K scales [H][N], then V scales [H][N], fp32
+//
+// A word of 32 bits then holds what one lane of a dot-product instruction adds up (bf16, int8), and these are the right
+// operands of a matrix instruction as they stand.
 //
 // The size is castline.engines.capacity.kv_block_bytes; every tile begins at a multiple of 64 bytes of the pool.
 #pragma once
@@ -14,7 +18,10 @@
 
 namespace castline {
 
-static inline int element_bytes(KvDtype dtype) { return dtype == kFp32 ? 4 : dtype == kBf16 ? 2 : 1; }
+constexpr int element_bytes(KvDtype dtype) { return dtype == kFp32 ? 4 : dtype == kBf16 ? 2 : 1; }
+
+// Elements that lie side by side: dimensions of a key in K, keys of a dimension in V.
+constexpr int side_by_side(KvDtype dtype) { return dtype == kFp32 ? 1 : dtype == kInt8 ? 4 : 2; }
 
 static inline int64_t block_bytes(const Attributes& a) {
   const int64_t per_token = a.head_dim * element_bytes(a.kv_dtype) + (a.kv_dtype == kInt8 ? 4 : 0);

@@ -1,51 +1,51 @@
 #include "node_reader.h"
 
 #include <climits>
-#include <string>
 
 namespace castline {
 namespace {
 
-// Reads attributes one by one; the first that a required one lacks is kept as the status.
-class AttributeReader {
- public:
-  AttributeReader(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+int clamp(int64_t value) { return static_cast<int>(value > INT_MAX ? INT_MAX : value < -1 ? -1 : value); }
 
-  int integer(const char* name) {
-    int64_t value = 0;
-    require(ort::attribute(api_, info_, name, &value));
-    return clamp(value);
-  }
-  int integer(const char* name, int64_t otherwise) {
-    int64_t value = otherwise;
-    return absent(ort::attribute(api_, info_, name, &value)) ? clamp(otherwise) : clamp(value);
-  }
-  float number(const char* name) {
-    float value = 0;
-    require(ort::attribute(api_, info_, name, &value));
-    return value;
-  }
-  float number(const char* name, float otherwise) {
-    float value = otherwise;
-    return absent(ort::attribute(api_, info_, name, &value)) ? otherwise : value;
-  }
-  OrtStatus* status() const { return status_; }
+std::string shape_text(const Tensor& t) {
+  std::string text = "[";
+  for (size_t i = 0; i < t.rank && i < kMaxRank; ++i) text += (i ? ", " : "") + std::to_string(t.dims[i]);
+  return text + "]";
+}
 
- private:
-  static int clamp(int64_t value) { return static_cast<int>(value > INT_MAX ? INT_MAX : value < -1 ? -1 : value); }
-  void require(OrtStatus* status) {
-    if (status != nullptr && status_ != nullptr) ort::release_status(api_, status);
-    if (status_ == nullptr) status_ = status;
-  }
-  bool absent(OrtStatus* status) {
-    if (status != nullptr) ort::release_status(api_, status);
-    return status != nullptr;
-  }
+}  // namespace
 
-  const OrtApi* api_;
-  const OrtKernelInfo* info_;
-  OrtStatus* status_ = nullptr;
-};
+int AttributeReader::integer(const char* name) {
+  int64_t value = 0;
+  require(ort::attribute(api_, info_, name, &value));
+  return clamp(value);
+}
+
+int AttributeReader::integer(const char* name, int64_t otherwise) {
+  int64_t value = otherwise;
+  return absent(ort::attribute(api_, info_, name, &value)) ? clamp(otherwise) : clamp(value);
+}
+
+float AttributeReader::number(const char* name) {
+  float value = 0;
+  require(ort::attribute(api_, info_, name, &value));
+  return value;
+}
+
+float AttributeReader::number(const char* name, float otherwise) {
+  float value = otherwise;
+  return absent(ort::attribute(api_, info_, name, &value)) ? otherwise : value;
+}
+
+void AttributeReader::require(OrtStatus* status) {
+  if (status != nullptr && status_ != nullptr) ort::release_status(api_, status);
+  if (status_ == nullptr) status_ = status;
+}
+
+bool AttributeReader::absent(OrtStatus* status) {
+  if (status != nullptr) ort::release_status(api_, status);
+  return status != nullptr;
+}
 
 OrtStatus* read_tensor(const OrtApi* api, const OrtKernelContext* context, int index, Tensor* out) {
   const OrtValue* value = nullptr;
@@ -54,7 +54,7 @@ OrtStatus* read_tensor(const OrtApi* api, const OrtKernelContext* context, int i
   OrtTensorTypeAndShapeInfo* info = nullptr;
   if (OrtStatus* status = ort::type_and_shape(api, value, &info)) return status;
   OrtStatus* status = ort::dimension_count(api, info, &out->rank);
-  // Only the first kMaxRank dimensions are kept: no input has as many, so check_shapes refuses the rank.
+  // Only the first kMaxRank dimensions are kept: no input has as many, so check_shape refuses the rank.
   const size_t kept = out->rank < kMaxRank ? out->rank : kMaxRank;
   if (status == nullptr) status = ort::dimensions(api, info, out->dims, kept);
   ort::release_shape(api, info);
@@ -63,56 +63,27 @@ OrtStatus* read_tensor(const OrtApi* api, const OrtKernelContext* context, int i
   return ort::mutable_data(api, const_cast<OrtValue*>(value), &out->data);
 }
 
-}  // namespace
-
-OrtStatus* read_attributes(const OrtApi* api, const OrtKernelInfo* info, Attributes* out) {
-  AttributeReader read(api, info);
-  Attributes a = {};
-  a.layer = read.integer("layer");
-  a.num_heads = read.integer("num_heads");
-  a.num_kv_heads = read.integer("num_kv_heads");
-  a.head_dim = read.integer("head_dim");
-  a.scale = read.number("scale");
-  a.block_size = read.integer("block_size");
-  a.kv_dtype = static_cast<KvDtype>(read.integer("kv_dtype"));
-  a.window = read.integer("window", 0);
-  a.softcap = read.number("softcap", 0.0f);
-  a.rotary_dim = read.integer("rotary_dim", 0);
-  a.rope_interleaved = read.integer("rope_interleaved", 0);
-  a.qk_norm = static_cast<QkNorm>(read.integer("qk_norm", 0));
-  a.norm_eps = read.number("norm_eps", 1e-6f);
-  a.query_tile = read.integer("query_tile", 0);
-  a.kv_split = read.integer("kv_split", 0);
-  *out = a;
-  return read.status();
-}
-
-OrtStatus* read_inputs(const OrtApi* api, const OrtKernelContext* context, Tensor (&out)[kInputs]) {
-  for (int i = 0; i < kInputs; ++i) {
-    if (OrtStatus* status = read_tensor(api, context, i, &out[i])) return status;
+std::string check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> wanted) {
+  if (!tensor.present) return join(name, " is absent, but the node's attributes call for it");
+  bool fits = tensor.rank == wanted.size();
+  size_t i = 0;
+  std::string text = "[";
+  for (int64_t size : wanted) {
+    text += (i ? ", " : "") + (size < 0 ? std::string("any") : std::to_string(size));
+    fits = fits && (size < 0 || tensor.dims[i] == size);
+    ++i;
   }
-  return nullptr;
+  return fits ? "" : join(name, " has shape ", shape_text(tensor), ", wanted ", text, "]");
 }
 
-Step make_step(const Tensor (&in)[kInputs]) {
-  const auto floats = [&](Input i) { return static_cast<const float*>(in[i].data); };
-  const auto ints = [&](Input i) { return static_cast<const int32_t*>(in[i].data); };
-  Step s = {};
-  s.num_tokens = in[kQkv].dims[0];
-  s.num_sequences = in[kKvLens].dims[0];
-  s.table_width = in[kBlockTable].dims[1];
-  s.num_blocks = in[kKvPool].dims[0];
-  s.qkv = floats(kQkv);
-  s.cos = floats(kCos);
-  s.sin = floats(kSin);
-  s.q_norm_weight = floats(kQNormWeight);
-  s.k_norm_weight = floats(kKNormWeight);
-  s.pool = static_cast<uint8_t*>(in[kKvPool].data);
-  s.slot_mapping = ints(kSlotMapping);
-  s.cu_query_lens = ints(kCuQueryLens);
-  s.kv_lens = ints(kKvLens);
-  s.block_table = ints(kBlockTable);
-  return s;
+OrtStatus* make_output(const OrtApi* api, OrtKernelContext* context, std::initializer_list<int64_t> shape,
+                       float** out) {
+  OrtValue* value = nullptr;
+  if (OrtStatus* status = ort::output(api, context, 0, shape.begin(), shape.size(), &value)) return status;
+  void* data = nullptr;
+  OrtStatus* status = ort::mutable_data(api, value, &data);
+  *out = static_cast<float*>(data);
+  return status;
 }
 
 }  // namespace castline

@@ -1,4 +1,4 @@
-// Rounding of K and V to the pool's dtypes, exactly as castline.plugins.reference rounds.
+// Conversions between number formats; K and V round to the pool's dtypes exactly as in castline.plugins.reference.
 #pragma once
 
 #include <cstdint>
@@ -50,6 +50,13 @@ static inline uint8_t to_fp8(float x) {
   code = magnitude >= 0x43e00000u ? 0x7eu : code;            // 448
   code = magnitude > 0x7f800000u ? 0x7fu : code;
   return static_cast<uint8_t>((bits >> 24 & 0x80u) | code);
+}
+
+// fp16 as a float: its bits in float's place are the value divided by 2^112, subnormals too.
+static inline float half_to_float(uint16_t half) {
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
+  const float x = magnitude >= 0x0f800000u ? bits_float(magnitude | 0x7f800000u) : bits_float(magnitude) * 0x1p112f;
+  return half & 0x8000 ? -x : x;
 }
 
 static inline int8_t to_int8(float x, float scale) {

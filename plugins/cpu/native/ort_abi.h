@@ -56,7 +56,7 @@ namespace castline::ort {
 constexpr uint32_t kApiVersion = 18;
 
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
-enum ElementType : int { kFloat = 1, kUint8 = 2, kInt32 = 6 };
+enum ElementType : int { kFloat = 1, kUint8 = 2, kInt32 = 6, kInt64 = 7, kFloat16 = 10 };
 enum Characteristic : int { kRequired = 0, kOptional = 1 };
 
 // Calls slot *Slot* of the table. The argument types given must be the slot's exactly.

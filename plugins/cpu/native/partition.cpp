@@ -5,14 +5,12 @@
 namespace castline {
 namespace {
 
-// Rows of one item where the kernel chooses: enough to use a block's K and V several times from registers and cache.
-constexpr int kTargetRows = 32;
 // Items that the kernel aims at, a worker, when it chooses to split.
 constexpr int kItemsPerWorker = 4;
 
-int query_tile(const Attributes& a) {
+int query_tile(const Attributes& a, int item_rows) {
   if (a.query_tile > 0) return a.query_tile;
-  return std::max(1, kTargetRows / (a.num_heads / a.num_kv_heads));
+  return std::max(1, item_rows / (a.num_heads / a.num_kv_heads));
 }
 
 WorkItem make_item(const Attributes& a, const Step& s, int sequence, int kv_head, int first, int last) {
@@ -55,7 +53,7 @@ void add_split(const Attributes& a, const WorkItem& item, int tiles, Partition* 
 
 }  // namespace
 
-void make_partition(const Attributes& a, const Step& s, int workers, Partition* out) {
+void make_partition(const Attributes& a, const Step& s, int item_rows, int workers, Partition* out) {
   out->items.clear();
   out->units.clear();
   out->partial_offset.clear();
@@ -64,7 +62,7 @@ void make_partition(const Attributes& a, const Step& s, int workers, Partition* 
   out->max_rows = 0;
   out->cost = 0;
 
-  const int tile = query_tile(a), group = a.num_heads / a.num_kv_heads;
+  const int tile = query_tile(a, item_rows), group = a.num_heads / a.num_kv_heads;
   int64_t units = 0;
   for (int64_t b = 0; b < s.num_sequences; ++b) {
     units += (s.cu_query_lens[b + 1] - s.cu_query_lens[b] + tile - 1) / tile * a.num_kv_heads;

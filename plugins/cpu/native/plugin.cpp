@@ -1,13 +1,14 @@
 // What the library exports: the registration that ONNX Runtime calls, and what castline.plugins.cpu.library asks.
+#include <initializer_list>
 #include <string>
 
 #include "isa.h"
-#include "op.h"
+#include "operators.h"
 
 #define CASTLINE_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of the node's contract or of the block layout; castline.plugins.cpu.library holds its pair.
-CASTLINE_EXPORT const char* castline_plugin_version() { return "2"; }
+CASTLINE_EXPORT const char* castline_plugin_version() { return "3"; }
 
 CASTLINE_EXPORT const char* castline_available_isas() { return castline::available_isas().c_str(); }
 
@@ -25,6 +26,8 @@ CASTLINE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   if (api == nullptr) return nullptr;
   OrtCustomOpDomain* domain = nullptr;
   if (OrtStatus* status = create_domain(api, "castline", &domain)) return status;
-  if (OrtStatus* status = domain_add(api, domain, castline::paged_attention_op(api))) return status;
+  for (const auto op : {castline::paged_attention_op, castline::linear_op, castline::embedding_op}) {
+    if (OrtStatus* status = domain_add(api, domain, op(api))) return status;
+  }
   return add_domain(api, options, domain);
 }

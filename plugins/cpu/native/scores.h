@@ -28,14 +28,13 @@ void pack_query(const Queries& queries, int row, const float* q) {
   for (int d = 0; d < queries.dim; ++d) out[d * rows] = q[d];
 }
 
-// Dimensions of K that one load of kLanes words or elements yields, and the bytes of that many dimensions of one key.
+// Bytes of the elements that lie side by side.
 template <KvDtype T>
-constexpr int kDimsPerLoad = T == kBf16 ? 2 : T == kInt8 ? 4 : 1;
-template <KvDtype T>
-constexpr int kLoadBytes = T == kFp8 ? 1 : 4;
+constexpr int kLoadBytes = side_by_side(T) * element_bytes(T);
 
+// kLanes keys (of V: dimensions) of side_by_side(T) dimensions (of V: keys) each.
 template <KvDtype T>
-CASTLINE_INLINE void load_keys(const uint8_t* p, Vec* out) {
+CASTLINE_INLINE void load_beside(const uint8_t* p, Vec* out) {
   if constexpr (T == kFp32) {
     out[0] = load(reinterpret_cast<const float*>(p));
   } else if constexpr (T == kBf16) {
@@ -43,7 +42,7 @@ CASTLINE_INLINE void load_keys(const uint8_t* p, Vec* out) {
   } else if constexpr (T == kInt8) {
     load_int8_quad(p, out);
   } else {
-    out[0] = load_fp8(p);
+    load_fp8_pair(p, out[0], out[1]);
   }
 }
 
@@ -51,22 +50,30 @@ CASTLINE_INLINE void load_keys(const uint8_t* p, Vec* out) {
 // dimension is, *stride* the bytes from one load's dimensions to the next's.
 template <KvDtype T, int Rows, int Vectors>
 void score_tile(const float* q, int dim, const uint8_t* keys, ptrdiff_t stride, float* scores) {
-  constexpr int kDims = kDimsPerLoad<T>;
+  constexpr int kDims = side_by_side(T);
   Vec sum[Rows][Vectors];
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
+    #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) sum[r][v] = broadcast(0.0f);
   }
   for (int d = 0; d < dim; d += kDims, q += kDims * Rows, keys += stride) {
     Vec k[Vectors][kDims];
-    for (int v = 0; v < Vectors; ++v) load_keys<T>(keys + v * kLanes * kLoadBytes<T>, k[v]);
+    #pragma GCC unroll 8
+    for (int v = 0; v < Vectors; ++v) load_beside<T>(keys + v * kLanes * kLoadBytes<T>, k[v]);
+    #pragma GCC unroll 8
     for (int i = 0; i < kDims; ++i) {
+      #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         const Vec x = broadcast(q[i * Rows + r]);
+        #pragma GCC unroll 8
         for (int v = 0; v < Vectors; ++v) sum[r][v] = fma(k[v][i], x, sum[r][v]);
       }
     }
   }
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
+    #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) store(scores + r * kKeyTile + v * kLanes, sum[r][v]);
   }
 }
@@ -98,15 +105,19 @@ void score_block(const Queries& queries, const uint8_t* tile, int block_size, fl
   }
 }
 
-// K of one block as floats [dim][block_size], for items whose rows use it more than once.
+// One block as floats, for items whose rows use it more than once: K [dim / beside][keys][beside] as [dim][keys], V
+// [keys / beside][dim][beside] as [keys][dim]. *rows* and *columns* are those of the result.
 template <KvDtype T>
-void decode_keys(const uint8_t* tile, int dim, int block_size, float* out) {
-  constexpr int kDims = kDimsPerLoad<T>;
-  for (int d = 0; d < dim; d += kDims, out += kDims * block_size) {
-    for (int key = 0; key < block_size; key += kLanes) {
-      Vec k[kDims];
-      load_keys<T>(tile + (d / kDims * block_size + key) * kLoadBytes<T>, k);
-      for (int i = 0; i < kDims; ++i) store(out + i * block_size + key, k[i]);
+void decode_block(const uint8_t* tile, int rows, int columns, float* out) {
+  constexpr int kBeside = side_by_side(T);
+  for (int row = 0; row < rows; row += kBeside, out += kBeside * columns) {
+    for (int column = 0; column < columns; column += kLanes) {
+      // The last vector begins where it ends with the row; what it has in common with the one before is the same.
+      const int at = column + kLanes <= columns ? column : columns - kLanes;
+      Vec x[kBeside];
+      load_beside<T>(tile + (row / kBeside * columns + at) * kLoadBytes<T>, x);
+      #pragma GCC unroll 8
+      for (int i = 0; i < kBeside; ++i) store(out + i * columns + at, x[i]);
     }
   }
 }

@@ -43,15 +43,41 @@ CASTLINE_INLINE Int shift_right(Int v) {
 CASTLINE_INLINE Int high_half(Int v) { return _mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))); }
 CASTLINE_INLINE Vec as_float(Int v) { return _mm512_castsi512_ps(v); }
 CASTLINE_INLINE Vec to_float(Int v) { return _mm512_cvtepi32_ps(v); }
-CASTLINE_INLINE Vec round(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-CASTLINE_INLINE Vec exp2_int(Vec n) { return _mm512_scalef_ps(broadcast(1.0f), n); }
-CASTLINE_INLINE Vec load_int8(const uint8_t* p) {
-  return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+CASTLINE_INLINE Vec fraction(Vec v) { return _mm512_reduce_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+CASTLINE_INLINE Vec scale_exp2(Vec p, Vec x) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(kLeastExponent), _CMP_GT_OQ), p, x);
 }
 // The bits of e4m3, moved to fp16's place, are the value divided by 256 (subnormals too).
-CASTLINE_INLINE Vec load_fp8(const uint8_t* p) {
-  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbf80))));
+CASTLINE_INLINE void load_fp8_pair(const uint8_t* p, Vec& even, Vec& odd) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i mask = _mm256_set1_epi16(static_cast<short>(0xbf80));
+  even = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 1), mask));
+  odd = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(bytes, 1), mask));
+}
+
+CASTLINE_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+CASTLINE_INLINE Vec load_half(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+CASTLINE_INLINE Vec load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(lanes_below(n), p); }
+CASTLINE_INLINE void store_first(float* p, int n, Vec v) { _mm512_mask_storeu_ps(p, lanes_below(n), v); }
+CASTLINE_INLINE Int magnitude(Vec v) { return _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff)); }
+CASTLINE_INLINE Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
+CASTLINE_INLINE int32_t reduce_max_int(Int v) { return _mm512_reduce_max_epi32(v); }
+CASTLINE_INLINE int32_t store_rounded(int8_t* p, Vec v) {
+  const Int rounded = _mm512_cvtps_epi32(v);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(rounded));
+  return _mm512_reduce_add_epi32(rounded);
+}
+CASTLINE_INLINE double sum_of_squares(const float* x, int count) {
+  __m512d even = _mm512_setzero_pd(), odd = _mm512_setzero_pd();
+  for (int i = 0; i < count; i += 16) {
+    const Vec v = load_first(x + i, count - i);
+    const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(v)), b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+    even = _mm512_fmadd_pd(a, a, even);
+    odd = _mm512_fmadd_pd(b, b, odd);
+  }
+  return _mm512_reduce_add_pd(_mm512_add_pd(even, odd));
 }
 
 }  // namespace

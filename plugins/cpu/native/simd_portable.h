@@ -58,11 +58,15 @@ CASTLINE_INLINE Int shift_right(Int v) {
 CASTLINE_INLINE Int high_half(Int v) { return v & static_cast<int32_t>(0xffff0000); }
 CASTLINE_INLINE Vec as_float(Int v) { return reinterpret_cast<Vec>(v); }
 CASTLINE_INLINE Vec to_float(Int v) { return __builtin_convertvector(v, Vec); }
-CASTLINE_INLINE Vec round(Vec v) { return (v + broadcast(12582912.0f)) - broadcast(12582912.0f); }
-CASTLINE_INLINE Vec exp2_int(Vec n) { return as_float(shift_left<23>(__builtin_convertvector(n, Int) + 127)); }
-CASTLINE_INLINE Vec load_int8(const uint8_t* p) {
-  const auto at = [p](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); };
-  return Vec{at(0), at(1), at(2), at(3)};
+// Of v above -2^22; below, what scale_exp2 makes of it is 0 all the same.
+CASTLINE_INLINE Vec floor(Vec v) {
+  const Vec nearest = (v + broadcast(12582912.0f)) - broadcast(12582912.0f);
+  return nearest > v ? nearest - broadcast(1.0f) : nearest;
+}
+CASTLINE_INLINE Vec fraction(Vec v) { return v - floor(v); }
+CASTLINE_INLINE Vec scale_exp2(Vec p, Vec x) {
+  const Int exponent = __builtin_convertvector(floor(max(x, broadcast(kLeastExponent))), Int);
+  return keep_above(p * as_float(shift_left<23>(exponent + 127)), x, kLeastExponent, broadcast(0.0f));
 }
 
 struct Fp8Table {
@@ -79,8 +83,43 @@ struct Fp8Table {
 };
 constexpr Fp8Table kFp8Table;
 
-CASTLINE_INLINE Vec load_fp8(const uint8_t* p) {
-  return Vec{kFp8Table.value[p[0]], kFp8Table.value[p[1]], kFp8Table.value[p[2]], kFp8Table.value[p[3]]};
+CASTLINE_INLINE void load_fp8_pair(const uint8_t* p, Vec& even, Vec& odd) {
+  const float* table = kFp8Table.value;
+  even = Vec{table[p[0]], table[p[2]], table[p[4]], table[p[6]]};
+  odd = Vec{table[p[1]], table[p[3]], table[p[5]], table[p[7]]};
+}
+
+CASTLINE_INLINE Vec sub(Vec a, Vec b) { return a - b; }
+CASTLINE_INLINE Vec load_half(const uint16_t* p) {
+  return Vec{half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
+}
+CASTLINE_INLINE Vec load_first(const float* p, int n) {
+  Vec v = {};
+  for (int i = 0; i < n && i < kLanes; ++i) v[i] = p[i];
+  return v;
+}
+CASTLINE_INLINE void store_first(float* p, int n, Vec v) {
+  for (int i = 0; i < n && i < kLanes; ++i) p[i] = v[i];
+}
+CASTLINE_INLINE Int magnitude(Vec v) { return reinterpret_cast<Int>(v) & 0x7fffffff; }
+CASTLINE_INLINE Int max_int(Int a, Int b) { return a > b ? a : b; }
+CASTLINE_INLINE int32_t reduce_max_int(Int v) {
+  const int32_t a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+  return a > b ? a : b;
+}
+CASTLINE_INLINE int32_t store_rounded(int8_t* p, Vec v) {
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    const int32_t rounded = round_to_int(v[i]);
+    p[i] = static_cast<int8_t>(rounded);
+    sum += rounded;
+  }
+  return sum;
+}
+CASTLINE_INLINE double sum_of_squares(const float* x, int count) {
+  double sum = 0;
+  for (int i = 0; i < count; ++i) sum += static_cast<double>(x[i]) * x[i];
+  return sum;
 }
 
 }  // namespace

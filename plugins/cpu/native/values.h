@@ -17,45 +17,32 @@ struct TileBlocks {
   int block_size, first_key, last_key;
 };
 
-template <KvDtype T>
-constexpr int kValueBytes = T == kFp32 ? 4 : T == kBf16 ? 2 : 1;
-
-template <KvDtype T>
-CASTLINE_INLINE Vec load_value(const uint8_t* row) {
-  if constexpr (T == kFp32) return load(reinterpret_cast<const float*>(row));
-  if constexpr (T == kInt8) return load_int8(row);
-  return load_fp8(row);
-}
-
 // Sums of Rows rows by Vectors * kLanes dimensions, in registers over a run of keys.
 template <KvDtype T, int Rows, int Vectors>
 struct Accumulator {
   Vec sum[Rows][Vectors];
 
-  CASTLINE_INLINE void multiply_add(const Vec values[Vectors], const float* weight) {
+  CASTLINE_INLINE void multiply_add(const Vec (*values)[side_by_side(T)], int i, const float* weight) {
+    #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       const Vec w = broadcast(weight[r * kKeyTile]);
-      for (int v = 0; v < Vectors; ++v) sum[r][v] = fma(values[v], w, sum[r][v]);
+      #pragma GCC unroll 8
+      for (int v = 0; v < Vectors; ++v) sum[r][v] = fma(values[v][i], w, sum[r][v]);
     }
   }
 
   // Keys first .. last of one block; *values* is where the block's first key is, weight[r * kKeyTile + i] key i's
   // weight.
   CASTLINE_INLINE void add_block(const uint8_t* values, ptrdiff_t head_dim, int first, int last, const float* weight) {
-    Vec even[Vectors];
-    if constexpr (T == kBf16) {
-      Vec odd[Vectors];
-      values += first / 2 * head_dim * 4;
-      for (int key = first & ~1; key < last; key += 2, values += head_dim * 4) {
-        for (int v = 0; v < Vectors; ++v) load_bf16_pair(values + v * kLanes * 4, even[v], odd[v]);
-        if (key >= first) multiply_add(even, weight + key);
-        if (key + 1 < last) multiply_add(odd, weight + key + 1);
-      }
-    } else {
-      values += first * head_dim * kValueBytes<T>;
-      for (int key = first; key < last; ++key, values += head_dim * kValueBytes<T>) {
-        for (int v = 0; v < Vectors; ++v) even[v] = load_value<T>(values + v * kLanes * kValueBytes<T>);
-        multiply_add(even, weight + key);
+    constexpr int kBeside = side_by_side(T);
+    values += first / kBeside * head_dim * kLoadBytes<T>;
+    for (int key = first / kBeside * kBeside; key < last; key += kBeside, values += head_dim * kLoadBytes<T>) {
+      Vec x[Vectors][kBeside];
+      #pragma GCC unroll 8
+      for (int v = 0; v < Vectors; ++v) load_beside<T>(values + v * kLanes * kLoadBytes<T>, x[v]);
+      #pragma GCC unroll 8
+      for (int i = 0; i < kBeside; ++i) {
+        if (key + i >= first && key + i < last) multiply_add(x, i, weight + key + i);
       }
     }
   }
@@ -65,16 +52,20 @@ struct Accumulator {
 template <KvDtype T, int Rows, int Vectors>
 void value_tile(const TileBlocks& tile, int head_dim, int dim, const float* weights, float* out) {
   Accumulator<T, Rows, Vectors> accumulator;
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
+    #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) accumulator.sum[r][v] = load(out + r * head_dim + dim + v * kLanes);
   }
-  const int n = tile.block_size, offset = dim * (T == kBf16 ? 4 : kValueBytes<T>);
+  const int n = tile.block_size, offset = dim * kLoadBytes<T>;
   for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
     const int first = tile.first_key > b * n ? tile.first_key - b * n : 0;
     const int last = tile.last_key < (b + 1) * n ? tile.last_key - b * n : n;
     accumulator.add_block(tile.block[b].v + offset, head_dim, first, last, weights + b * n);
   }
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
+    #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) store(out + r * head_dim + dim + v * kLanes, accumulator.sum[r][v]);
   }
 }
@@ -85,8 +76,10 @@ template <KvDtype T, int Rows>
 void value_tail(const TileBlocks& tile, int head_dim, const float* weights, float* out) {
   const int dim = head_dim - kLanes, common = kLanes - head_dim % kLanes;
   float kept[Rows * kLanes];
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) memcpy(kept + r * kLanes, out + r * head_dim + dim, sizeof(float) * common);
   value_tile<T, Rows, 1>(tile, head_dim, dim, weights, out);
+  #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) memcpy(out + r * head_dim + dim, kept + r * kLanes, sizeof(float) * common);
 }
 
@@ -124,8 +117,7 @@ void add_decoded_values(const TileBlocks& tile, int rows, int head_dim, const fl
                         float* out) {
   const int n = tile.block_size;
   for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
-    const uint8_t* v = tile.block[b].v;
-    for (int i = 0; i < n * head_dim; i += kLanes) store(floats + i, load_value<T>(v + i * kValueBytes<T>));
+    decode_block<T>(tile.block[b].v, n, head_dim, floats);
     TileBlocks one = tile;
     one.block[b].v = reinterpret_cast<uint8_t*>(floats);
     one.first_key = tile.first_key > b * n ? tile.first_key : b * n;

@@ -9,7 +9,8 @@ found by bisection over the 32 bits of a float.
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-2147483648)
+LOWEST = tl.constexpr(-2139095041)
+"""Key of minus infinity: every logit is at or above it."""
 
 
 @triton.jit

@@ -59,7 +59,7 @@ def fused(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Fused]:
         if key not in made:
             checkpoint = load_checkpoint(str(tiny_checkpoint(arch, **config)))
             model = export_model(checkpoint)
-            run_passes(model)
+            run_passes(model, checkpoint.facts.max_position)
             made[key] = Fused(checkpoint, model)
         return made[key]
 

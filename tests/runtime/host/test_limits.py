@@ -8,7 +8,7 @@ from castline.engines.capacity import blocks_for
 from castline.engines.errors import EngineError
 from castline.engines.manifest import BundleFile, Manifest
 from castline.engines.memory_plan import DEFAULT_POOL_BYTES
-from castline.runtime.loader import LoadOptions, reconcile_limits
+from castline.runtime.loader import DEFAULT_DRAFTS, LoadOptions, reconcile_limits
 
 GIB = 1 << 30
 
@@ -67,6 +67,10 @@ def test_kv_blocks_are_exact(sample_manifest: Manifest) -> None:
         (LoadOptions(memory_utilization=0.0), "--memory-utilization 0.0 is not a share"),
         (LoadOptions(memory_utilization=1.5), "--memory-utilization 1.5 is not a share"),
         (LoadOptions(memory_utilization=float("nan")), "--memory-utilization nan is not a share"),
+        (LoadOptions(speculation="on"), "--speculation 'on' is unknown: give auto or off"),
+        (LoadOptions(max_drafts=0), "--max-drafts 0 is out of range: give 1 to 64, or --speculation off"),
+        (LoadOptions(max_drafts=65), "--max-drafts 65 is out of range"),
+        (LoadOptions(speculation="off", max_drafts=4), "--max-drafts 4 means nothing with --speculation off"),
         (LoadOptions(max_waiting=-1), "--max-waiting -1 is negative"),
         (LoadOptions(kv_blocks=0), "--kv-blocks 0 is too small: give at least 1"),
         (LoadOptions(kv_blocks=-3), "--kv-blocks -3 is too small: give at least 1"),
@@ -81,6 +85,15 @@ def test_impossible_limits_name_field_limit_and_cure(
     """A limit that does not hold must be refused at start-up in words, never clamped, nor found by a request."""
     with pytest.raises(EngineError, match=message):
         reconcile_limits(sample_manifest, options, 8 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("options", "max_drafts"),
+    [(LoadOptions(), DEFAULT_DRAFTS), (LoadOptions(max_drafts=3), 3), (LoadOptions(speculation="off"), 0)],
+)
+def test_speculation_is_on_unless_turned_off(sample_manifest: Manifest, options: LoadOptions, max_drafts: int) -> None:
+    """It changes no token, so nobody should have to ask for it."""
+    assert reconcile_limits(sample_manifest, options, 8 * GIB)[0].max_drafts == max_drafts
 
 
 def test_the_cure_for_too_many_blocks_works(sample_manifest: Manifest) -> None:

@@ -5,6 +5,8 @@ import hashlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -109,6 +111,34 @@ def test_the_engine_ends_with_its_server(tiny_repository: Path) -> None:
         assert await asyncio.to_thread(process.wait, 20) == 0
 
     run(scenario)
+
+
+SERVE = """
+import asyncio, sys
+from castline.runtime.async_engine import AsyncEngine
+from castline.runtime.loader import plan_engine
+
+async def serve():
+    engine = await AsyncEngine.start(plan_engine(sys.argv[1]))
+    print(engine.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death")
+def test_a_hung_engine_ends_with_its_killed_server(tiny_repository: Path) -> None:
+    """A loop that hangs in a step never sees the closed socket: it would hold its memory for ever."""
+    server = subprocess.Popen([sys.executable, "-c", SERVE, str(tiny_repository)], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    engine = psutil.Process(int(server.stdout.readline()))
+    engine.suspend()
+    server.kill()
+    server.wait(20)
+    server.stdout.close()
+    psutil.wait_procs([engine], timeout=20)
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
 def test_signals_to_the_group_do_not_reach_the_engine(tiny_repository: Path) -> None:

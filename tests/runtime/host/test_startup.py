@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from castline.engines.capacity import blocks_for
 from castline.plugins.contract import StepTensors
 from castline.runtime.client import EffectiveLimits
-from castline.runtime.startup import warm_up
+from castline.runtime.startup import time_decodes, warm_up
 
 
 class Recorder:
@@ -55,3 +55,24 @@ def test_the_smallest_the_longest_and_the_largest_step(
         assert (step.kv_lens >= lens).all()
         ends = step.positions[step.cu_query_lens[1:] - 1] + 1
         assert ends.tolist() == step.kv_lens.tolist()
+
+
+@pytest.mark.parametrize(("max_tokens", "max_drafts"), [(64, 7), (9, 7), (64, 20)])
+def test_the_largest_step_has_the_rows_that_guesses_take(max_tokens: int, max_drafts: int) -> None:
+    """C11: the buffer of logits grows with the rows; it must not grow under the first guess."""
+    limits = EffectiveLimits(512, 8, max_tokens, 16, 100, 1.0, max_drafts=max_drafts)
+    recorder = Recorder()
+    warm_up(recorder, limits)
+    assert len(recorder.steps[-1].logits_indices) == 8 + min(max(8, max_drafts), max_tokens)
+    assert recorder.steps[-1].logits_indices.max() < max_tokens
+
+
+@pytest.mark.parametrize(("max_num_seqs", "sizes"), [(64, [1, 8, 32]), (8, [1, 8]), (3, [1])])
+def test_decodes_are_timed_within_the_limits(max_num_seqs: int, sizes: list[int]) -> None:
+    """A step of more sequences than the engine was built for may fail, and says nothing of those that will run."""
+    recorder = Recorder()
+    seconds = time_decodes(recorder, EffectiveLimits(512, max_num_seqs, 64, 16, 100, 1.0, max_drafts=4))
+    assert sorted(seconds) == sizes
+    assert min(seconds.values()) > 0
+    assert [len(step.kv_lens) for step in recorder.steps] == [size for size in sizes for _ in range(2)]
+    assert all((step.slot_mapping == -1).all() for step in recorder.steps)

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 TOKENS_PER_WORD = 2
@@ -32,6 +32,7 @@ class ScriptedServer:
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         routes = [
             Route("/v1/models", self._models),
+            Route("/metrics", self._metrics),
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
         ]
@@ -52,6 +53,8 @@ class ScriptedServer:
         self.refused_fields: tuple[str, ...] = ()
         self.reports_usage = True
         self.cached_tokens: int | None = None
+        self.metrics: list[str] = []
+        """What /metrics answers, one a request; none is 404."""
         self.release_at = 0
         """Measured requests that must be in flight at once before any of them is answered; 0 answers at once."""
         self.reached = threading.Event()
@@ -66,6 +69,9 @@ class ScriptedServer:
     @property
     def measured_bodies(self) -> list[dict[str, Any]]:
         return [body for body in self.bodies if body["max_tokens"] != PROBE_MAX_TOKENS]
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self.metrics.pop(0)) if self.metrics else Response(status_code=404)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse(self.models)

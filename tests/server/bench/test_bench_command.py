@@ -60,6 +60,34 @@ def test_sweep(server: Any, bench: Bench, tmp_path: Path) -> None:
     assert len({body["prompt"] for body in server.measured_bodies}) == 18, "no prompt is asked twice"
 
 
+@pytest.mark.parametrize(
+    ("drafted", "accepted"),
+    [
+        ("castline:spec_drafted_tokens_total", "castline:spec_accepted_tokens_total"),
+        ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
+    ],
+)
+def test_guessed_tokens_are_reported(server: Any, bench: Bench, tmp_path: Path, drafted: str, accepted: str) -> None:
+    """Synthetic answers often run in loops: speed that comes from guessing them must not pass for the engine's own."""
+    series = '# HELP x y\n{}{{model_name="m"}} {}\n{}{{model_name="m"}} {}\n'
+    counts = [(100.0, 30.0), (140.0, 48.0), (140.0, 48.0), (140.0, 48.0)]
+    server.metrics = [series.format(drafted, before, accepted, right) for before, right in counts]
+    result = bench("--concurrency", "1,2", "--num-requests", "6")
+    first, second = points(tmp_path)
+    assert (first["drafted_tokens"], first["accepted_draft_tokens"]) == (40, 18)
+    assert (second["drafted_tokens"], second["accepted_draft_tokens"]) == (0, 0)
+    assert "at concurrency 1: the server guessed 40 tokens ahead" in " ".join(result.output.split())
+    assert "45% were right, 50% of the output" in " ".join(result.output.split())
+
+
+def test_a_server_without_such_counters_is_measured_all_the_same(server: Any, bench: Bench, tmp_path: Path) -> None:
+    """Most servers have no /metrics, or no speculation."""
+    server.metrics = ["# TYPE a counter\na_total 3\n"]
+    result = bench("--concurrency", "1,2", "--num-requests", "6")
+    assert [point["drafted_tokens"] for point in points(tmp_path)] == [None, None]
+    assert "guessed" not in result.output
+
+
 def test_closed_loop_reaches_its_concurrency(server: Any, bench: Bench, tmp_path: Path) -> None:
     """The server answers nobody until 4 requests are there: fewer in flight would hang, and time out as failures."""
     server.release_at = 4

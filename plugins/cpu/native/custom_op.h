@@ -1,0 +1,84 @@
+// What makes an OrtCustomOp of a definition: a struct with
+//
+//   kName, kInputs                          the operator's name and number of inputs; it has one float output
+//   input_type(i), is_optional(i)           an ort::ElementType; whether the node may leave input i out
+//   Kernel                                  what a node keeps, made by
+//   create(api, info, Kernel*)              a status, nullptr where all is well
+//   compute(api, const Kernel&, context)    the same, of one call
+#pragma once
+
+#include <climits>
+#include <exception>
+#include <memory>
+
+#include "ort_abi.h"
+
+namespace castline {
+
+struct CustomOp : OrtCustomOp {
+  const OrtApi* api;
+};
+
+// No exception may pass through the C interface.
+template <class Function>
+OrtStatus* guarded(const OrtApi* api, Function function) {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    return ort::create_status(api, ort::kFail, error.what());
+  }
+}
+
+// A kernel with the interface that its runtime gave.
+template <class Definition>
+struct KernelOf {
+  const OrtApi* api;
+  typename Definition::Kernel kernel;
+};
+
+template <class Definition>
+OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** out) {
+  const OrtApi* api = static_cast<const CustomOp*>(op)->api;
+  return guarded(api, [&]() -> OrtStatus* {
+    auto kernel = std::make_unique<KernelOf<Definition>>(KernelOf<Definition>{api, {}});
+    if (OrtStatus* status = Definition::create(api, info, &kernel->kernel)) return status;
+    *out = kernel.release();
+    return nullptr;
+  });
+}
+
+template <class Definition>
+OrtStatus* compute_kernel(void* data, OrtKernelContext* context) {
+  const auto* k = static_cast<const KernelOf<Definition>*>(data);
+  return guarded(k->api, [&] { return Definition::compute(k->api, k->kernel, context); });
+}
+
+template <class Definition>
+CustomOp make_custom_op(const OrtApi* api) {
+  CustomOp op = {};
+  op.api = api;
+  op.version = ort::kApiVersion;
+  op.GetName = [](const OrtCustomOp*) { return Definition::kName; };
+  op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+  op.GetInputType = [](const OrtCustomOp*, size_t i) -> int { return Definition::input_type(static_cast<int>(i)); };
+  op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return Definition::kInputs; };
+  op.GetOutputType = [](const OrtCustomOp*, size_t) -> int { return ort::kFloat; };
+  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+  op.KernelDestroy = [](void* kernel) { delete static_cast<KernelOf<Definition>*>(kernel); };
+  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
+    return Definition::is_optional(static_cast<int>(i)) ? ort::kOptional : ort::kRequired;
+  };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return ort::kRequired; };
+  op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
+  op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
+  op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  op.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+  op.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  op.CreateKernelV2 = create_kernel<Definition>;
+  op.KernelComputeV2 = compute_kernel<Definition>;
+  op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  op.GetEndVersion = [](const OrtCustomOp*) { return INT_MAX; };
+  return op;
+}
+
+}  // namespace castline

@@ -1,0 +1,176 @@
+// The operator castline::Linear: which kernels, and which thread does what.
+#include <algorithm>
+#include <atomic>
+#include <new>
+#include <string>
+
+#include "custom_op.h"
+#include "linear_kernels.h"
+#include "linear_node.h"
+#include "operators.h"
+#include "parallel.h"
+
+namespace castline {
+namespace {
+
+struct LinearNode {
+  LinearAttributes attributes;
+  LinearChoice kernels;
+};
+
+// Rows from which matrix units beat the narrow kernels, where the node does not say. They take weights with a scale a
+// column as they are; others are unpacked first.
+constexpr int kWideRows = 9;
+constexpr int kWideRowsPerColumn = 3;
+// Prepared rows that are multiplied together stay in the second-level cache beside the strips in use.
+constexpr size_t kBlockBytes = 1 << 20;
+constexpr int64_t kRowStep = 64;
+// Elements up to which every thread prepares all rows for itself: cheaper than handing them out and gathering them.
+constexpr int64_t kSelfPrepared = 4096;
+constexpr int kChunksPerWorker = 4;
+constexpr int64_t kUnitStep = 2;  // chunks are whole register tiles of strips
+
+thread_local Buffer prepared_rows;  // of the thread that runs the step
+
+// Rows that a thread prepared for itself, and for which step.
+struct OwnRows {
+  Buffer memory;
+  uint64_t step = 0;
+};
+thread_local OwnRows own_rows;
+std::atomic<uint64_t> last_step{0};
+
+std::string describe(const LinearAttributes& a, const std::string& problem) {
+  return join("Linear ", a.k, " x ", a.n, ": ", problem);
+}
+
+const LinearKernels& kernels_for(const LinearNode& node, int64_t rows) {
+  const LinearAttributes& a = node.attributes;
+  const int wide_rows = a.wide_rows != 0 ? a.wide_rows : a.group == 0 ? kWideRowsPerColumn : kWideRows;
+  const bool wide = node.kernels.wide != nullptr && wide_rows > 0 && rows >= wide_rows;
+  return wide ? *node.kernels.wide : *node.kernels.narrow;
+}
+
+double multiply_adds(const LinearAttributes& a, int64_t rows) {
+  return static_cast<double>(rows) * a.k * a.n * strips_per_unit(a);
+}
+
+// The units of a step in chunks, a few for each thread, so that one that comes late costs little.
+struct Chunks {
+  explicit Chunks(const LinearAttributes& a) : units(castline::units(a)) {
+    const int64_t wanted = static_cast<int64_t>(kChunksPerWorker) * max_workers();
+    size = (units + wanted - 1) / wanted;
+    if (size > 1) size = (size + kUnitStep - 1) / kUnitStep * kUnitStep;
+    count = (units + size - 1) / size;
+  }
+  int first(int64_t chunk) const { return static_cast<int>(chunk * size); }
+  int last(int64_t chunk) const { return static_cast<int>(std::min(units, (chunk + 1) * size)); }
+
+  int64_t units, size, count;
+};
+
+// One dispatch, in which each thread prepares all rows for itself.
+OrtStatus* run_few_rows(const OrtApi* api, const LinearAttributes& a, const LinearKernels& kernels,
+                        const OrtKernelContext* context, const LinearStep& s) {
+  const Chunks chunks(a);
+  const size_t bytes = kernels.prepared_bytes(a, s.rows);
+  const uint64_t step = ++last_step;
+  std::atomic<bool> out_of_memory{false};
+  OrtStatus* status = for_each(api, context, chunks.count, multiply_adds(a, s.rows), [&](size_t i) {
+    OwnRows& own = own_rows;
+    uint8_t* prepared = own.memory.get<uint8_t>(bytes);
+    if (prepared == nullptr) {
+      out_of_memory = true;
+      return;
+    }
+    if (own.step != step) kernels.prepare(a, s, 0, s.rows, prepared);
+    own.step = step;
+    kernels.compute(a, s, chunks.first(i), chunks.last(i), prepared);
+  });
+  if (status == nullptr && out_of_memory) throw std::bad_alloc();
+  return status;
+}
+
+// A step's rows in blocks that are prepared and multiplied as steps of their own.
+struct RowBlocks {
+  RowBlocks(const LinearAttributes& a, const LinearKernels& kernels, int64_t rows) : rows(rows) {
+    const size_t step_bytes = kernels.prepared_bytes(a, kRowStep);
+    size = std::max<int64_t>(1, kBlockBytes / step_bytes) * kRowStep;
+    bytes = (kernels.prepared_bytes(a, std::min(size, rows)) + 63) / 64 * 64;
+    count = (rows + size - 1) / size;
+  }
+  LinearStep at(const LinearAttributes& a, const LinearStep& s, int64_t block) const {
+    const int64_t first = block * size;
+    LinearStep part = s;
+    part.rows = std::min(size, rows - first);
+    part.x += first * a.k;
+    part.output += first * a.n;
+    if (part.residual != nullptr) part.residual += first * a.n;
+    return part;
+  }
+
+  int64_t rows, size, count;
+  size_t bytes;  // prepared, of one block
+};
+
+OrtStatus* run_many_rows(const OrtApi* api, const LinearAttributes& a, const LinearKernels& kernels,
+                         const OrtKernelContext* context, const LinearStep& s) {
+  const RowBlocks blocks(a, kernels, s.rows);
+  uint8_t* const prepared = prepared_rows.get<uint8_t>(blocks.bytes * blocks.count);
+  if (prepared == nullptr) throw std::bad_alloc();
+  const auto clamp = [](int64_t x, int64_t low, int64_t high) { return std::min(std::max(x, low), high); };
+  const int64_t share = clamp(s.rows / (2 * max_workers()), 1, kRowStep / 2);  // rows that a thread takes at once
+  const int64_t shares = (std::min(blocks.size, s.rows) + share - 1) / share;  // of a block
+  const double cost = 8.0 * s.rows * a.k;
+  OrtStatus* status = for_each(api, context, blocks.count * shares, cost, [&](size_t i) {
+    const int64_t block = i / shares, first = i % shares * share;
+    const LinearStep part = blocks.at(a, s, block);
+    if (first >= part.rows) return;
+    kernels.prepare(a, part, first, std::min(first + share, part.rows), prepared + block * blocks.bytes);
+  });
+  if (status != nullptr) return status;
+  const Chunks chunks(a);
+  return for_each(api, context, blocks.count * chunks.count, multiply_adds(a, s.rows), [&](size_t i) {
+    const int64_t block = i / chunks.count, chunk = i % chunks.count;
+    kernels.compute(a, blocks.at(a, s, block), chunks.first(chunk), chunks.last(chunk),
+                    prepared + block * blocks.bytes);
+  });
+}
+
+struct Linear {
+  static constexpr const char* kName = "Linear";
+  static constexpr int kInputs = kLinearInputs;
+  using Kernel = LinearNode;
+
+  static int input_type(int i) { return i == 1 ? ort::kUint8 : i == 2 ? ort::kFloat16 : ort::kFloat; }
+  static bool is_optional(int i) { return i >= 3; }
+
+  static OrtStatus* create(const OrtApi* api, const OrtKernelInfo* info, LinearNode* node) {
+    if (OrtStatus* status = read_linear_attributes(api, info, &node->attributes)) return status;
+    std::string problem = check_attributes(node->attributes);
+    if (problem.empty()) select_linear_kernels(&node->kernels, &problem);
+    return problem.empty() ? nullptr : invalid_argument(api, describe(node->attributes, problem));
+  }
+
+  static OrtStatus* compute(const OrtApi* api, const LinearNode& node, OrtKernelContext* context) {
+    const LinearAttributes& a = node.attributes;
+    LinearStep s = {};
+    std::string problem;
+    if (OrtStatus* status = read_linear_step(api, context, a, &s, &problem)) return status;
+    if (!problem.empty()) return invalid_argument(api, describe(a, problem));
+    if (OrtStatus* status = make_output(api, context, {s.rows, a.n}, &s.output)) return status;
+    if (s.rows == 0) return nullptr;
+    const LinearKernels& kernels = kernels_for(node, s.rows);
+    const auto run = s.rows * a.k <= kSelfPrepared ? run_few_rows : run_many_rows;
+    return run(api, a, kernels, context, s);
+  }
+};
+
+}  // namespace
+
+const OrtCustomOp* linear_op(const OrtApi* api) {
+  static const CustomOp op = make_custom_op<Linear>(api);
+  return &op;
+}
+
+}  // namespace castline

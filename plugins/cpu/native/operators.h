@@ -1,0 +1,12 @@
+// The custom operators of the library. Each lives as long as the library; *api* is that of the runtime that loaded it.
+#pragma once
+
+#include "ort_abi.h"
+
+namespace castline {
+
+const OrtCustomOp* paged_attention_op(const OrtApi* api);
+const OrtCustomOp* linear_op(const OrtApi* api);
+const OrtCustomOp* embedding_op(const OrtApi* api);
+
+}  // namespace castline

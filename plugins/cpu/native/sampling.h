@@ -1,0 +1,33 @@
+// What the sampler and its kernels share. Rows are float logits [vocabulary].
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+
+namespace castline {
+
+// Tokens of a block. A row's blocks are its maxima's and weights' unit; the last may be short.
+constexpr int kTokenBlock = 64;
+
+// How the token of one row is chosen; castline.plugins.cpu.sampling.CHOICE is its pair. temperature 0 takes the best
+// token (of equal ones the lowest id); top_k 0, top_p 1 and min_p 0 truncate nothing; uniform, in [0, 1), chooses.
+struct Choice {
+  int64_t row;
+  double temperature;
+  int64_t top_k;
+  double top_p, min_p, uniform;
+};
+
+// The kernels of one instruction set.
+struct SamplingKernels {
+  Isa isa;
+  // The largest logit of each block. Returns the largest of all: NaN where a logit is NaN or +infinity.
+  float (*block_maxima)(const float* row, int vocab, float* maxima);
+  // The sum of exp((x - peak) * inverse_temperature) over each block; returns the sum of all.
+  double (*block_weights)(const float* row, int vocab, float peak, float inverse_temperature, double* weights);
+  // Appends the ids of *row*'s logits first .. last that are at least *bound* to *ids*; returns how many.
+  int (*collect)(const float* row, int first, int last, float bound, int32_t* ids);
+};
+
+}  // namespace castline

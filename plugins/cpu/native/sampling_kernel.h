@@ -1,0 +1,81 @@
+// The passes over the vocabulary, once, compiled for each instruction set by the sampling_*.cpp units.
+#pragma once
+
+#include <float.h>
+#include <math.h>
+
+#include "sampling.h"
+#include "simd.h"
+
+namespace castline::CASTLINE_ISA {
+namespace {
+
+// -infinity becomes -FLT_MAX and so stays finite; NaN stays NaN (the order of the operands matters), as does +infinity.
+CASTLINE_INLINE Vec bounded_below(Vec x) { return max(broadcast(-FLT_MAX), x); }
+
+CASTLINE_INLINE Vec load_part(const float* p, int count) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? p[i] : -INFINITY;
+  return load(lanes);
+}
+
+float block_maxima(const float* row, int vocab, float* maxima) {
+  constexpr int kChains = 4;  // sums that do not wait for each other
+  Vec unsound[kChains];       // become NaN where x * 0 is not 0
+  for (Vec& chain : unsound) chain = broadcast(0.0f);
+  float largest = -FLT_MAX;
+  int block = 0;
+  for (; (block + 1) * kTokenBlock <= vocab; ++block) {
+    Vec top[kChains];
+    for (Vec& chain : top) chain = broadcast(-FLT_MAX);
+    for (int i = 0; i < kTokenBlock; i += kChains * kLanes) {
+      for (int chain = 0; chain < kChains; ++chain) {
+        const Vec x = bounded_below(load(row + block * kTokenBlock + i + chain * kLanes));
+        unsound[chain] = fma(x, broadcast(0.0f), unsound[chain]);
+        top[chain] = max(top[chain], x);
+      }
+    }
+    maxima[block] = reduce_max(max(max(top[0], top[1]), max(top[2], top[3])));
+    largest = maxima[block] > largest ? maxima[block] : largest;
+  }
+  if (block * kTokenBlock < vocab) {
+    maxima[block] = -FLT_MAX;
+    for (int i = block * kTokenBlock; i < vocab; i += kLanes) {
+      const Vec x = bounded_below(load_part(row + i, vocab - i));
+      unsound[0] = fma(x, broadcast(0.0f), unsound[0]);
+      const float top = reduce_max(x);
+      maxima[block] = top > maxima[block] ? top : maxima[block];
+    }
+    largest = maxima[block] > largest ? maxima[block] : largest;
+  }
+  return largest + reduce_add(add(add(unsound[0], unsound[1]), add(unsound[2], unsound[3])));
+}
+
+double block_weights(const float* row, int vocab, float peak, float inverse_temperature, double* weights) {
+  const Vec minus_peak = broadcast(-peak), scale = broadcast(inverse_temperature * kLog2E);
+  double total = 0;
+  for (int first = 0, block = 0; first < vocab; first += kTokenBlock, ++block) {
+    Vec sum = broadcast(0.0f);
+    const int last = first + kTokenBlock < vocab ? first + kTokenBlock : vocab;
+    int i = first;
+    for (; i + kLanes <= last; i += kLanes) {
+      sum = add(sum, exp2(mul(add(load(row + i), minus_peak), scale)));
+    }
+    if (i < last) sum = add(sum, exp2(mul(add(load_part(row + i, last - i), minus_peak), scale)));
+    weights[block] = reduce_add(sum);
+    total += weights[block];
+  }
+  return total;
+}
+
+int collect(const float* row, int first, int last, float bound, int32_t* ids) {
+  int count = 0;
+  for (int i = first; i < last; ++i) {
+    ids[count] = i;
+    count += row[i] >= bound;  // no branch: what is not taken is overwritten
+  }
+  return count;
+}
+
+}  // namespace
+}  // namespace castline::CASTLINE_ISA

@@ -1,0 +1,8 @@
+// The sampler's kernels, compiled for portable.
+#define CASTLINE_ISA portable
+#include "sampling_kernel.h"
+
+namespace castline {
+extern const SamplingKernels kPortableSampling;
+const SamplingKernels kPortableSampling = {Isa::kPortable, portable::block_maxima, portable::block_weights, portable::collect};
+}  // namespace castline

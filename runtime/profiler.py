@@ -1,0 +1,87 @@
+"""Recordings of engine steps with their operators: each ends as a table on the terminal and a trace file.
+
+A recording takes the next ``num_steps`` steps. Its operators come from the inference library's own profiler, which can
+only be on from the start, so the executor opens the engine anew for it: a start costs as much as a load without the
+pool, and nothing lasts when it is over.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+from castline.plugins.cpu.operator_profile import OperatorRun
+from castline.runtime.client import EffectiveLimits
+from castline.runtime.executor import Executor
+from castline.runtime.plan import StepPlan
+from castline.runtime.profile_report import join_runs, table
+from castline.runtime.profile_trace import trace_json
+from castline.runtime.startup import warm_up
+from castline.runtime.step_profile import Phase, ProfileOptions, StepRecorder
+
+
+class ProfilingExecutor(Executor, Protocol):
+    def start_profile(self, prefix: str) -> None:
+        """Operators of later steps are recorded; *prefix* begins the names of files that it may need meanwhile."""
+        ...
+
+    def end_profile(self) -> list[OperatorRun]:
+        """The steps since `start_profile`, on `perf_counter_ns`'s clock."""
+        ...
+
+
+class Profiler:
+    """Not thread-safe: the engine loop owns it. It implements `castline.runtime.step_profile.StepMarks`."""
+
+    def __init__(self, options: ProfileOptions) -> None:
+        self._options = options
+        self._recorder: StepRecorder | None = None
+        self._number = 0
+
+    def attach(self, executor: ProfilingExecutor, limits: EffectiveLimits) -> None:
+        """What runs the steps; before the first `start`."""
+        self._executor = executor
+        self._limits = limits
+
+    @property
+    def recording(self) -> bool:
+        return self._recorder is not None
+
+    def start(self) -> None:
+        """Begins a recording; one that runs is finished first. Raises EngineError."""
+        self.finish()
+        self._executor.start_profile(str(Path(self._options.directory) / "operators"))
+        warm_up(self._executor, self._limits)
+        self._recorder = StepRecorder(self._options.num_steps)
+
+    def finish(self) -> None:
+        """Ends the recording, if there is one, and writes what it has."""
+        if self._recorder is None:
+            return
+        records, self._recorder = self._recorder.records, None
+        steps = join_runs(records, self._executor.end_profile())
+        if not steps:
+            return
+        path = self._free_path()
+        path.write_bytes(trace_json(steps))
+        print(f"{table(steps)}\n\ntrace: {path} (open it in https://ui.perfetto.dev)", flush=True)
+
+    def mark(self, phase: Phase) -> None:
+        if self._recorder is not None:
+            self._recorder.mark(phase)
+
+    def scheduled(self, plan: StepPlan) -> None:
+        if self._recorder is not None:
+            self._recorder.scheduled(plan)
+
+    def step_done(self) -> None:
+        if self._recorder is not None:
+            self._recorder.step_done()
+            if self._recorder.complete:
+                self.finish()
+
+    def _free_path(self) -> Path:
+        """Profiles of earlier servers in the same directory stay."""
+        while True:
+            self._number += 1
+            path = Path(self._options.directory) / f"castline-{self._number}.trace.json"
+            if not path.exists():
+                return path

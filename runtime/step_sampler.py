@@ -1,0 +1,89 @@
+"""The tokens of a step: one for each sequence that samples, and more for those whose guesses are right.
+
+A guess is checked by sampling: the sequence's own sampler, with its penalties, its bans and the random number of that
+position, chooses a token from the logits that the guessed tokens give. While it chooses the guessed ones, the next
+row is the one that it would have had anyway. So the tokens are those of a run without guesses, greedy or not, and a row
+after the first wrong guess is never looked at.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from castline.runtime.batch import DraftRows, StepBatch
+from castline.runtime.events import TokenLogprobs
+from castline.runtime.sampler_api import BrokenLogits, Sampler, SampleResult
+
+Logits = NDArray[np.float32]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepSamples:
+    """By seq_id."""
+
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    """At least one for each sequence that samples, unless it is broken."""
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """One for each token, of the sequences that asked."""
+    broken: dict[int, BrokenLogits] = field(default_factory=dict)
+    """Sequences that cannot have another token."""
+
+
+def sample_step(sampler: Sampler, batch: StepBatch, logits: Logits) -> StepSamples:
+    """Raises what the sampler raises for the first token of each sequence, and then it has recorded nothing."""
+    samples = StepSamples()
+    seq_ids = list(batch.sample_seq_ids)
+    _sample(sampler, samples, logits[: len(seq_ids)], seq_ids)
+    depth = 0
+    while guesses := [guess for guess in batch.draft_rows if _is_right(guess, samples, depth)]:
+        rows = [guess.first_row + depth for guess in guesses]
+        try:
+            _sample(sampler, samples, _take(logits, rows), [guess.seq_id for guess in guesses])
+        except Exception:
+            # The tokens so far are recorded and right. What is wrong here shows again in a step that can be undone.
+            _log.warning("a guess could not be checked", exc_info=True)
+            break
+        depth += 1
+    return samples
+
+
+def _is_right(guess: DraftRows, samples: StepSamples, depth: int) -> bool:
+    """The sequence has been given its guessed tokens so far, and token *depth* of the guess was the latest."""
+    tokens = samples.token_ids.get(guess.seq_id, [])
+    return (
+        depth < len(guess.token_ids)
+        and len(tokens) == depth + 1
+        and tokens[depth] == guess.token_ids[depth]
+        and guess.seq_id not in samples.broken
+    )
+
+
+def _take(logits: Logits, rows: Sequence[int]) -> Logits:
+    """Without a copy for a single row, which is what a lone sequence has."""
+    return logits[rows[0] : rows[0] + 1] if len(rows) == 1 else logits[rows]
+
+
+def _sample(sampler: Sampler, samples: StepSamples, logits: Logits, seq_ids: list[int]) -> None:
+    """One more token for each of *seq_ids*, from its row, but for those that cannot have one."""
+    while seq_ids:
+        try:
+            result = sampler.sample(logits, seq_ids)
+        except BrokenLogits as error:
+            samples.broken |= dict.fromkeys(error.reasons, error)
+            kept = [row for row, seq_id in enumerate(seq_ids) if seq_id not in error.reasons]
+            seq_ids, logits = [seq_ids[row] for row in kept], logits[kept]
+        else:
+            _keep(samples, result, seq_ids)
+            return
+
+
+def _keep(samples: StepSamples, result: SampleResult, seq_ids: list[int]) -> None:
+    for seq_id, token, logprobs in zip(seq_ids, result.token_ids.tolist(), result.logprobs, strict=True):
+        samples.token_ids.setdefault(seq_id, []).append(token)
+        if logprobs is not None:
+            samples.logprobs.setdefault(seq_id, []).append(logprobs)

@@ -1,0 +1,92 @@
+"""Which recipe a checkpoint gets: by whether its weights are on a 4-bit grid as they come."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from castline.builder.grid import off_grid, resolve_recipe
+from castline.builder.recipes import RECIPES
+from castline.engines.errors import BuildError
+
+SIZES: dict[str, Any] = {"vocab_size": 48, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, intermediate_size=96, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES))
+
+
+def on_q4_1(rows: np.ndarray) -> np.ndarray:
+    """W [N, K] as llama.cpp's Q4_1 would give it back."""
+    groups = rows.reshape(len(rows), -1, 32)
+    m = groups.min(-1, keepdims=True).astype(np.float16).astype(np.float32)
+    d = ((groups.max(-1, keepdims=True) - m) / 15).astype(np.float16).astype(np.float32)
+    return np.asarray((np.clip(np.rint((groups - m) / d), 0, 15) * d + m).reshape(rows.shape), np.float32)
+
+
+def on_q4_0(rows: np.ndarray) -> np.ndarray:
+    """W [N, K] as llama.cpp's Q4_0 would give it back."""
+    groups = rows.reshape(len(rows), -1, 32)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
+    d = (largest / -8).astype(np.float16).astype(np.float32)
+    return np.asarray((np.clip(np.rint(groups / d), -8, 7) * d).reshape(rows.shape), np.float32)
+
+
+def put_on_grid(model: Any, grid: Any) -> None:
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if module is head or not hasattr(module, "weight") or isinstance(module, torch.nn.Embedding):
+            continue
+        weight = module.weight.data
+        if weight.ndim == 2:
+            turned = not isinstance(module, torch.nn.Linear)  # gpt2 stores [K, N]
+            rows = grid((weight.T if turned else weight).numpy())
+            module.weight.data = torch.tensor(rows.T.copy() if turned else rows)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("grid", [on_q4_1, on_q4_0])
+def test_weights_on_a_grid_keep_it(make: Any, grid: Any) -> None:
+    """The head and the embedding have 8 bits, and may be off it."""
+    model = make()
+    put_on_grid(model, grid)
+    assert off_grid(model) is None
+    assert resolve_recipe("auto", model) is RECIPES["q4_1"]
+    assert resolve_recipe("q4_1", model) is RECIPES["q4_1"]
+    assert resolve_recipe("int8", model) is RECIPES["int8"]
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_other_weights_are_not_put_on_one(make: Any) -> None:
+    """A bf16 checkpoint on a 4-bit grid is another model: it must be asked for by its own name."""
+    model = make()
+    assert resolve_recipe("auto", model) is RECIPES["int8"]
+    with pytest.raises(BuildError, match=r"recipe q4_1: .*not on a 4-bit grid .*%.*--recipe int8"):
+        resolve_recipe("q4_1", model)
+
+
+def test_one_matrix_off_the_grid_is_named() -> None:
+    """A file of mixed types (Q4_K_M, or a layer kept in 6 bits) is not on the grid as a whole."""
+    model = llama()
+    put_on_grid(model, on_q4_1)
+    torch.nn.init.normal_(model.model.layers[1].mlp.down_proj.weight, 0.0, 0.1)
+    off = off_grid(model)
+    assert off is not None
+    assert off[0] == "model.layers.1.mlp.down_proj.weight"
+    assert off[1] > 0.05
+    assert resolve_recipe("auto", model) is RECIPES["int8"]
+
+
+def test_unknown_recipes_list_the_known_ones() -> None:
+    """A name that is mistyped must not build something else."""
+    with pytest.raises(BuildError, match="'q4' is unknown; choose one of auto, fp32"):
+        resolve_recipe("q4", llama())

@@ -1,0 +1,116 @@
+"""The native draw against the reference in NumPy, on every instruction set of this host."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from castline.engines.errors import EngineError
+from castline.plugins.cpu import sampling
+from castline.plugins.cpu.library import available_isas
+from castline.runtime import draw as reference
+
+SPECIAL = (-np.inf, -3.4e38, -0.0, 0.0, 1e-45, 30.0)
+VOCABS = (1, 2, 15, 63, 64, 65, 500, 4096, 9000)
+
+
+@pytest.fixture(params=available_isas())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("CASTLINE_ISA", request.param)
+    return str(request.param)
+
+
+def choices_of(rows: int, rng: np.random.Generator) -> NDArray[Any]:
+    """One of every kind of choice in random order: greedy, full, and each truncation alone and with others."""
+    choices = np.zeros(rows, sampling.CHOICE)
+    choices["row"] = rng.permutation(rows)
+    choices["temperature"] = rng.choice([0.0, 0.05, 0.7, 1.0, 2.5], rows)
+    choices["top_k"] = rng.choice([0, 0, 1, 3, 40, 700, 10**6], rows)
+    choices["top_p"] = rng.choice([1.0, 1.0, 0.1234, 0.9, 0.99999], rows)
+    choices["min_p"] = rng.choice([0.0, 0.0, 0.0123, 0.7], rows)
+    choices["uniform"] = rng.random(rows)
+    return choices
+
+
+def is_between(row: NDArray[np.float32], choice: Any, tokens: tuple[int, int]) -> bool:
+    """Whether *choice* lies so near the border of two tokens that rounding decides. In float64, all sorted."""
+    order = sorted(range(len(row)), key=lambda token: (-float(row[token]), token))
+    truncated = choice["top_k"] > 0 or choice["top_p"] < 1 or choice["min_p"] > 0
+    ids = np.array(order if truncated else range(len(row)))
+    weights = np.exp((row[ids].astype(np.float64) - row.max()) / choice["temperature"])
+    if choice["top_k"] > 0:
+        weights[choice["top_k"] :] = 0
+    cumulative = np.cumsum(weights)
+    total = cumulative[-1]
+    near_line = np.abs((cumulative - weights) - choice["top_p"] * total) < 1e-5 * total
+    if choice["top_p"] < 1 and near_line.any():
+        return True
+    kept = ((cumulative - weights) < choice["top_p"] * total) | (choice["top_p"] >= 1)
+    cumulative = np.cumsum(np.where(kept & (weights >= choice["min_p"]), weights, 0.0))
+    target = choice["uniform"] * cumulative[-1]
+    places = [int(np.flatnonzero(ids == token)[0]) for token in tokens]
+    border = cumulative[min(places)]
+    return bool(abs(border - target) < 1e-5 * cumulative[-1])
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    vocab=st.sampled_from(VOCABS),
+    distinct=st.sampled_from([1, 3, 50, 100_000]),
+    scale=st.sampled_from([0.1, 3.0, 12.0]),
+)
+def test_equals_the_reference(isa: str, seed: int, vocab: int, distinct: int, scale: float) -> None:
+    """Ties, short last blocks, forbidden tokens, flat and peaked rows, under every option: the same tokens."""
+    rng = np.random.default_rng(seed)
+    pool = (rng.standard_normal(distinct) * scale).astype(np.float32)
+    logits = pool[rng.integers(0, distinct, (12, vocab))]
+    special = rng.random((12, vocab)) < rng.choice([0.0, 0.05, 0.9])
+    logits[special] = rng.choice(SPECIAL, int(special.sum())).astype(np.float32)
+    choices = choices_of(12, rng)
+    before = logits.copy()
+    with np.errstate(over="ignore"):
+        expected = reference.draw_rows(logits, choices)
+    tokens = sampling.draw_rows(logits, choices)
+    np.testing.assert_array_equal(logits, before)
+    for choice, token, other in zip(choices, tokens.tolist(), expected.tolist(), strict=True):
+        row = logits[choice["row"]]
+        assert token == other or is_between(row, choice, (token, other)), (isa, choice, token, other)
+
+
+@pytest.mark.parametrize("place", [0, 70, 299])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_broken_row_has_no_token(isa: str, bad: float, place: int) -> None:
+    """A NaN is easily lost in a vector maximum, and then the row's second best looks sound."""
+    logits = np.random.default_rng(0).standard_normal((4, 300)).astype(np.float32)
+    logits[1, place] = bad
+    logits[2] = -np.inf
+    choices = np.zeros(4, sampling.CHOICE)
+    choices["row"] = np.arange(4)
+    choices["top_p"] = 1
+    for temperature in (0.0, 1.0):
+        choices["temperature"] = temperature
+        tokens = sampling.draw_rows(logits, choices)
+        assert (tokens == sampling.NO_TOKEN).tolist() == [False, True, True, False]
+        np.testing.assert_array_equal(tokens, reference.draw_rows(logits, choices))
+
+
+def test_rows_do_not_depend_on_their_neighbours(isa: str) -> None:
+    """Scratch that is left from one row must not reach the next."""
+    rng = np.random.default_rng(3)
+    logits = (rng.standard_normal((24, 5000)) * 4).astype(np.float32)
+    choices = choices_of(24, rng)
+    together = sampling.draw_rows(logits, choices)
+    alone = [int(sampling.draw_rows(logits, choices[i : i + 1])[0]) for i in range(24)]
+    assert together.tolist() == alone
+    assert sampling.draw_rows(logits, choices[:0]).shape == (0,)
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a test of a narrow path could pass on the wide one."""
+    monkeypatch.setenv("CASTLINE_ISA", "sse9")
+    with pytest.raises(EngineError, match="CASTLINE_ISA"):
+        sampling.draw_rows(np.zeros((1, 4), np.float32), np.zeros(1, sampling.CHOICE))

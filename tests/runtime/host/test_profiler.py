@@ -1,0 +1,183 @@
+"""Profiles of a real engine: the tiny bundle, in this process and behind a server's link."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from castline.commands import profile
+from castline.engines.errors import EngineError
+from castline.runtime.async_engine import AsyncEngine
+from castline.runtime.core import EngineCore
+from castline.runtime.loader import LoadOptions, plan_engine
+from castline.runtime.profiler import Profiler
+from castline.runtime.request import Request
+from castline.runtime.sampling_params import SamplingParams
+from castline.runtime.startup import load_core
+from castline.runtime.step_profile import NO_MARKS, Phase, ProfileOptions
+
+IN_STEP = [str(phase) for phase in Phase if phase is not Phase.IDLE]
+
+
+def check_trace(path: Path) -> list[dict[str, Any]]:
+    """The slices of a trace, in order, each with its ``parent``'s name. Asserts what Perfetto's importer wants."""
+    content = json.loads(path.read_text())
+    events = content["traceEvents"]
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if (e["ph"], e["name"]) == ("M", "thread_name")}
+    processes = {e["pid"] for e in events if (e["ph"], e["name"]) == ("M", "process_name")}
+    slices: list[dict[str, Any]] = []
+    last: dict[str, float] = {}
+    for event in events:
+        assert event["ph"] in ("M", "X", "C")
+        assert isinstance(event["name"], str)
+        assert (event["pid"], event["tid"]) in tracks
+        assert event["pid"] in processes
+        assert event["ts"] >= 0
+        if event["ph"] == "C":
+            assert event["ts"] >= last.get(event["name"], 0)
+            assert all(isinstance(value, int) for value in event["args"].values())
+            last[event["name"]] = event["ts"]
+        elif event["ph"] == "X":
+            assert event["dur"] >= 0
+            slices.append(event)
+    _check_nesting(slices)
+    return slices
+
+
+def _check_nesting(slices: list[dict[str, Any]]) -> None:
+    """Each slice begins when those before it have ended, or lies inside one that has not; in whole nanoseconds."""
+    open_slices: list[tuple[int, str]] = []
+    begin = 0
+    for event in slices:
+        assert round(event["ts"] * 1000) >= begin, "slices are in order"
+        begin = round(event["ts"] * 1000)
+        end = begin + round(event["dur"] * 1000)
+        while open_slices and open_slices[-1][0] <= begin and end > open_slices[-1][0]:
+            open_slices.pop()
+        assert not open_slices or end <= open_slices[-1][0], f"{event['name']} sticks out of {open_slices[-1][1]}"
+        event["parent"] = open_slices[-1][1] if open_slices else None
+        open_slices.append((end, event["name"]))
+
+
+def run_requests(core: EngineCore, marks: Any, count: int) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for number in range(count):
+        core.add_request(Request(str(number), tuple(b"a prompt"), params))
+    tokens = []
+    while core.has_work:
+        marks.mark(Phase.RECEIVE)
+        tokens += [token for event in core.step() for token in event.token_ids]
+        marks.mark(Phase.SEND)
+        marks.step_done()
+    return tokens
+
+
+def profiled(repository: Path, directory: Path, num_steps: int) -> tuple[list[int], list[dict[str, Any]]]:
+    """Tokens of three requests, and the slices of the one trace."""
+    plan = plan_engine(repository, LoadOptions(kv_blocks=64))
+    profiler = Profiler(ProfileOptions(str(directory), num_steps))
+    core, executor = load_core(plan.bundle, plan.limits, plan.num_threads, profiler)
+    profiler.attach(executor, plan.limits)
+    profiler.start()
+    tokens = run_requests(core, profiler, 3)
+    profiler.finish()
+    executor.close()
+    (path,) = directory.iterdir()
+    return tokens, check_trace(path)
+
+
+def test_a_trace_nests_operators_in_the_step_that_ran_them(tiny_repository: Path, tmp_path: Path) -> None:
+    """A trace that Perfetto refuses, or operators that lie beside their executor phase."""
+    _, slices = profiled(tiny_repository, tmp_path, 100)
+    parents = {(event["name"], event["parent"]) for event in slices if event["cat"] != "operator"}
+    assert parents == {("step", None), *((name, "step") for name in IN_STEP), ("forward pass", "executor")}
+    names = Counter(event["name"] for event in slices)
+    steps = names["step"]
+    assert steps >= 8
+    assert names["forward pass"] == steps, "the clocks of both profiles agree"
+    operators = [event for event in slices if event["cat"] == "operator"]
+    assert {event["parent"] for event in operators} == {"forward pass"}
+    roles = Counter(event["args"]["role"] for event in operators)
+    assert (roles["qkv"], roles["attention"], roles["o"], roles["head"]) == (2 * steps, 2 * steps, 2 * steps, steps)
+    assert sum(e["args"]["tokens"] for e in slices if e["name"] == "step") == 3 * (8 + 7)
+
+
+def test_a_profile_changes_no_token(tiny_repository: Path, tmp_path: Path) -> None:
+    """A recording that begins or ends between two steps must not touch what the requests get."""
+    plan = plan_engine(tiny_repository, LoadOptions(kv_blocks=64))
+    core, executor = load_core(plan.bundle, plan.limits, plan.num_threads)
+    expected = run_requests(core, NO_MARKS, 3)
+    executor.close()
+    tokens, slices = profiled(tiny_repository, tmp_path, 3)
+    assert tokens == expected
+    assert sum(event["name"] == "step" for event in slices) == 3, "the recording ended by itself"
+
+
+def test_profiles_of_a_server(
+    tiny_repository: Path,
+    tmp_path: Path,
+    reference: Callable[[Sequence[int], int], list[int]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """--profile through the link: recordings end at their steps, at the next command, and at the end of the server."""
+
+    async def scenario() -> None:
+        plan = plan_engine(tiny_repository)
+        engine = await AsyncEngine.start(plan, profile=ProfileOptions(str(tmp_path), 5))
+        for prompt in ("one", "two", "three"):
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            tokens = [t async for o in engine.generate(prompt, params, request_id="r") for t in o.token_ids]
+            assert tokens == reference(prompt.encode(), 8)
+            engine.start_profile()
+        await engine.drain(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    names = ["castline-1.trace.json", "castline-2.trace.json", "castline-3.trace.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    slices = [check_trace(tmp_path / name) for name in names]
+    assert [sum(event["name"] == "step" for event in part) for part in slices] == [5, 5, 5]
+    assert all("idle" in {event["name"] for event in part if event["parent"] is None} for part in slices)
+    output = capfd.readouterr().out
+    assert output.count("phases of the engine loop") >= 3
+    assert all(str(tmp_path / name) in output for name in names)
+
+
+def invoke(repository: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(profile.command, [str(repository), *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_steps_of_a_given_shape(tiny_repository: Path, tmp_path: Path) -> None:
+    """`castline profile`: every recorded step has the shape that was asked for, and the table says which."""
+    output = invoke(tiny_repository, "--batch", "5", "--context", "20", "--steps", "6", "-o", str(tmp_path))
+    assert output.startswith("decode steps: 6, 5.0 sequences and 5.0 tokens each")
+    assert sum(event["name"] == "step" for event in check_trace(tmp_path / "castline-1.trace.json")) == 6
+    output = invoke(
+        tiny_repository, "--batch", "2", "--context", "9", "--prefill", "30", "--steps", "4", "-o", str(tmp_path),
+        "--temperature", "0.7", "--top-p", "0.9", "--top-k", "20",
+    )  # fmt: skip
+    assert output.startswith("steps with prompts: 4, 3.0 sequences and 32.0 tokens each")
+    assert (tmp_path / "castline-2.trace.json").exists(), "an earlier profile stays"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--batch", "17"), "the step has 17 sequences, and this engine runs 1 to 16"),
+        (("--batch", "0"), "the step has 0 sequences"),
+        (("--context", "250", "--steps", "100"), "a sequence reaches its greatest length"),
+        (("--batch", "8", "--context", "50", "--kv-blocks", "32", "--steps", "100"), "the KV pool is too small"),
+    ],
+)
+def test_impossible_shapes_are_refused(
+    tiny_repository: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    """A step that silently has another shape gives figures that mean something else."""
+    with pytest.raises(EngineError, match=message):
+        invoke(tiny_repository, *arguments, "-o", str(tmp_path))
