@@ -1,9 +1,11 @@
 """Plans of tiny graphs by NVIDIA's own parser and builder, for every compute capability it builds with no GPU."""
 
 import os
+import re
 import signal
+import struct
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import onnx_ir as ir
 import pytest
 
 from castline.builder.tensorrt import plan_compiler
+from castline.builder.tensorrt.kernels import node_attributes
 from castline.builder.tensorrt.matmuls import layer_matmuls
 from castline.builder.tensorrt.plan_compiler import compile_plan
 from castline.builder.tensorrt.plan_request import PlanRequest, profiles
@@ -59,6 +62,21 @@ def test_bf16_plan_of_norms_windows_and_soft_caps(
     assert {layer.types for layer in plugins} == {
         ("BFloat16", *["Float"] * floats, "Int8", *["Int32"] * 4, "BFloat16", "Int8")
     }
+
+
+def test_plan_keeps_the_attributes_of_its_plugins(
+    fused: Callable[..., Any], plan_of: Callable[..., PlanRequest], tools: Any
+) -> None:
+    """A plugin's fields are addresses that TensorRT reads after the call: freed too early, the plan holds noise, and
+    only execution would show it. In the plan's bytes each name is followed by its type and value."""
+    model = tools.lowered(fused("gemma2").copy())
+    plan = compile_plan(plan_of(model, "8.9"), tools.attention(model), timeout_s=240).path.read_bytes()
+    wanted = node_attributes(model)
+    for field in fields(wanted[0]):
+        kind, code = (b"INT32", "<i") if field.type is int else (b"FP32", "<f")
+        pattern = b"\0" + field.name.encode() + rb"\x07.{8,60}?" + kind + rb".{14}(.{4})"
+        found = {struct.unpack(code, value)[0] for value in re.findall(pattern, plan, re.DOTALL)}
+        assert found == {struct.unpack(code, struct.pack(code, getattr(a, field.name)))[0] for a in wanted}, field.name
 
 
 def test_e4m3_where_the_chip_has_none_is_refused_in_the_builders_words(
