@@ -1,7 +1,12 @@
 """Fixtures that rooms share: the demo engines, built once a run by the real command, and a running server."""
 
-import contextlib
 import os
+
+# Triton decorates its own library when it is first imported, and transformers imports it: GPU kernels run in its
+# interpreter in this process, and are compiled in processes of their own (`uninterpreted`).
+os.environ["TRITON_INTERPRET"] = "1"
+
+import contextlib
 import re
 import subprocess
 import sys
@@ -13,6 +18,11 @@ from pathlib import Path
 import pytest
 
 CASTLINE = [sys.executable, "-m", "castline"]
+
+
+def uninterpreted() -> dict[str, str]:
+    """The environment of a process that compiles kernels."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 @dataclass
@@ -40,7 +50,9 @@ def _collect(stream: Iterator[str], log: list[str], ready: threading.Event) -> N
 def run_server(repository: Path, *options: str) -> Iterator[Server]:
     """Serves *repository* on free ports until the block ends."""
     command = [*CASTLINE, "run", str(repository), "--http-port", "0", "--grpc-port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=uninterpreted()
+    )
     assert process.stdout is not None
     log: list[str] = []
     ready = threading.Event()
@@ -66,7 +78,7 @@ def run_server(repository: Path, *options: str) -> Iterator[Server]:
 
 def _build_demo(repository: Path, *options: str) -> Path:
     command = [*CASTLINE, "build", "demo", "--name", "smollm2", "--no-tune", "--output", str(repository), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=uninterpreted())
     assert done.returncode == 0, done.stdout + done.stderr
     return repository
 
@@ -96,6 +108,12 @@ def default_engine(engines: Callable[..., Path]) -> Path:
 def fp32_engine(engines: Callable[..., Path]) -> Path:
     """Repository with the demo engine in fp32 weights and fp32 KV."""
     return engines("fp32", "fp32")
+
+
+@pytest.fixture(scope="session")
+def compile_environment() -> dict[str, str]:
+    """See `uninterpreted`."""
+    return uninterpreted()
 
 
 @pytest.fixture(scope="session")

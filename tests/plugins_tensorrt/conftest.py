@@ -1,9 +1,5 @@
 """Runs the GPU kernels in Triton's interpreter, on tensors of the CPU."""
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: its own library is decorated then
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 

@@ -1,6 +1,5 @@
 """Graphs of tiny models lowered for TensorRT, and plans of them built as a user's are."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,11 +32,6 @@ from castline.builder.tensorrt.kernels import KernelTarget, compile_kernels
 from castline.plugins.contract import AttentionAttributes
 compile_kernels({target!r}, {attributes!r}, Path({directory!r}))
 """
-
-
-def clean_environment() -> dict[str, str]:
-    """Without the interpreter that other tests switch on in this process."""
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ def rtx() -> None:
 
 
 @pytest.fixture
-def plan_of(rtx: None, tmp_path: Path) -> Callable[..., PlanRequest]:
+def plan_of(rtx: None, tmp_path: Path, compile_environment: dict[str, str]) -> Callable[..., PlanRequest]:
     """Saves a lowered graph with its kernels, compiled in a process of their own, and gives the request of its plan."""
 
     def prepare(model: ir.Model, compute_capability: str, activations: str = "fp16") -> PlanRequest:
@@ -84,7 +78,7 @@ def plan_of(rtx: None, tmp_path: Path) -> Callable[..., PlanRequest]:
         graph = save_graph(model, directory)
         target = KernelTarget(compute_capability, activations, 272, BLOCK_SIZE)  # type: ignore[arg-type]
         code = _COMPILE.format(target=target, attributes=node_attributes(model), directory=str(directory))
-        subprocess.run([sys.executable, "-c", code], env=clean_environment(), check=True)
+        subprocess.run([sys.executable, "-c", code], env=compile_environment, check=True)
         pools = [int(value.shape[1]) for value in model.graph.inputs if str(value.name).startswith("kv_pool.")]  # type: ignore[index, arg-type]
         return PlanRequest(
             flavour="tensorrt_rtx",
@@ -108,7 +102,6 @@ def tools() -> Any:
     class Tools:
         block_size = BLOCK_SIZE
         limits = LIMITS
-        environment = staticmethod(clean_environment)
         replace = staticmethod(replace)
 
         @staticmethod
