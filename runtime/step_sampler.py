@@ -38,12 +38,12 @@ def sample_step(sampler: Sampler, batch: StepBatch, logits: Logits) -> StepSampl
     """Raises what the sampler raises for the first token of each sequence, and then it has recorded nothing."""
     samples = StepSamples()
     seq_ids = list(batch.sample_seq_ids)
-    _sample(sampler, samples, logits[: len(seq_ids)], seq_ids)
+    sample_rows(sampler, samples, logits[: len(seq_ids)], seq_ids)
     depth = 0
     while guesses := [guess for guess in batch.draft_rows if _is_right(guess, samples, depth)]:
         rows = [guess.first_row + depth for guess in guesses]
         try:
-            _sample(sampler, samples, _take(logits, rows), [guess.seq_id for guess in guesses])
+            sample_rows(sampler, samples, _take(logits, rows), [guess.seq_id for guess in guesses])
         except Exception:
             # The tokens so far are recorded and right. What is wrong here shows again in a step that can be undone.
             _log.warning("a guess could not be checked", exc_info=True)
@@ -68,7 +68,7 @@ def _take(logits: Logits, rows: Sequence[int]) -> Logits:
     return logits[rows[0] : rows[0] + 1] if len(rows) == 1 else logits[rows]
 
 
-def _sample(sampler: Sampler, samples: StepSamples, logits: Logits, seq_ids: list[int]) -> None:
+def sample_rows(sampler: Sampler, samples: StepSamples, logits: Logits, seq_ids: list[int]) -> None:
     """One more token for each of *seq_ids*, from its row, but for those that cannot have one."""
     while seq_ids:
         try:
