@@ -267,7 +267,9 @@ class EngineFactory:
     """Limits of a small engine; override by keyword."""
 
     def __call__(self, **overrides: Any) -> Engine:
-        options = {key: overrides.pop(key) for key in ("policy", "sampler", "eos_token_ids", "device") if key in overrides}
+        options = {
+            key: overrides.pop(key) for key in ("policy", "sampler", "eos_token_ids", "device") if key in overrides
+        }
         return Engine(limits(**overrides), **options)
 
 

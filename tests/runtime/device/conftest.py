@@ -137,7 +137,6 @@ class FakeDevice:
             self._drawn = np.full(len(step.draws), (ticket * 31) % VOCAB_SIZE)
             self._outputs[ticket] = error
 
-
     @contextmanager
     def _noting_faults(self) -> Iterator[None]:
         try:
@@ -203,5 +202,3 @@ def _answers(engine: Any) -> dict:
             finish = engine.finish(request_id, index)
             seen[request_id, index] = (engine.tokens(request_id, index), finish, logprobs, events[0].prompt_logprobs)
     return seen
-
-
