@@ -49,9 +49,11 @@ class LoadOptions:
     """Exactly this many KV blocks, whatever the memory utilization."""
     threads: int | None = None
     speculation: str = "auto"
-    """Whether to guess tokens ahead by prompt lookup: "auto", where it pays, or "off". It changes no token."""
+    """Whether to guess tokens ahead by prompt lookup: "auto", where it pays, or "off". It changes no token.
+
+    It never pays on a GPU: the logits of every guess would have to cross the bus, and nothing could run ahead."""
     max_drafts: int | None = None
-    """Tokens guessed ahead at most, for one sequence in a step. None: DEFAULT_DRAFTS."""
+    """Tokens guessed ahead at most, for one sequence in a step. None: DEFAULT_DRAFTS, on a GPU none."""
     max_waiting: int = 4096
     allow_unverified: bool = False
     """Serve an engine whose parity with its reference was not shown."""
@@ -135,7 +137,7 @@ def reconcile_limits(
         num_blocks=plan.pool.num_blocks,
         max_concurrency=plan.pool.max_concurrency,
         max_waiting=options.max_waiting,
-        max_drafts=_max_drafts(options),
+        max_drafts=_max_drafts(options, manifest.host.target),
     )
     return limits, plan.pool
 
@@ -150,13 +152,20 @@ def _host_for(manifest: Manifest, gpu: FoundGpu | None) -> Host:
     return replace(detect_host(target), gpu=gpu.manifest())
 
 
-def _max_drafts(options: LoadOptions) -> int:
+def _max_drafts(options: LoadOptions, target: Target) -> int:
     asked = options.max_drafts
     if options.speculation not in SPECULATION_MODES:
         raise EngineError(f"--speculation {options.speculation!r} is unknown: give {' or '.join(SPECULATION_MODES)}")
     if options.speculation == "off":
         if asked is not None:
             raise EngineError(f"--max-drafts {asked} means nothing with --speculation off: leave one of them out")
+        return 0
+    if target != "cpu":
+        if asked is not None:
+            raise EngineError(
+                f"--max-drafts {asked}: an engine for {target} takes no guesses, because its tokens are chosen on the "
+                "GPU, a step ahead; leave --max-drafts out"
+            )
         return 0
     if asked is None:
         return DEFAULT_DRAFTS

@@ -43,13 +43,13 @@ PORT = click.IntRange(0, 65535)
     type=click.Choice(SPECULATION_MODES),
     default=LOAD.speculation,
     show_default=True,
-    help="Guess tokens ahead from the text so far, where it pays. Answers stay the same.",
+    help="Guess tokens ahead from the text so far, where it pays: never on a GPU. Answers stay the same.",
 )
 @click.option(
     "--max-drafts",
     type=int,
     metavar="N",
-    help=f"Tokens guessed ahead at most, for each sequence.  [default: {DEFAULT_DRAFTS}]",
+    help=f"Tokens guessed ahead at most, for each sequence; not on a GPU.  [default: {DEFAULT_DRAFTS}]",
 )
 @click.option(
     "--drain-timeout",

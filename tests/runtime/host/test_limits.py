@@ -96,6 +96,21 @@ def test_speculation_is_on_unless_turned_off(sample_manifest: Manifest, options:
     assert reconcile_limits(sample_manifest, options, 8 * GIB)[0].max_drafts == max_drafts
 
 
+@pytest.mark.parametrize("options", [LoadOptions(), LoadOptions(speculation="off")])
+def test_a_gpu_takes_no_guesses(sample_manifest: Manifest, options: LoadOptions) -> None:
+    """Its executor draws tokens from rows that are sampled; rows of guesses it would have to send to the host."""
+    host = replace(sample_manifest.host, target="tensorrt_rtx")
+    limits, _ = reconcile_limits(replace(sample_manifest, host=host), options, 8 * GIB)
+    assert limits.max_drafts == 0
+
+
+def test_guesses_that_are_asked_of_a_gpu_are_refused(sample_manifest: Manifest) -> None:
+    """An option that does nothing must say so."""
+    host = replace(sample_manifest.host, target="tensorrt_rtx")
+    with pytest.raises(EngineError, match=r"--max-drafts 5: an engine for tensorrt_rtx .*; leave --max-drafts out"):
+        reconcile_limits(replace(sample_manifest, host=host), LoadOptions(max_drafts=5), 8 * GIB)
+
+
 def test_the_cure_for_too_many_blocks_works(sample_manifest: Manifest) -> None:
     """The number a message recommends must be accepted."""
     with pytest.raises(EngineError) as caught:
