@@ -56,26 +56,6 @@ TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item,
   return tile;
 }
 
-// As tile_blocks for the tile after *tile* of the item: no keys where there is none.
-TileBlocks next_tile(const Attributes& a, const Step& s, const WorkItem& item, const Rows& rows, int tile) {
-  if (tile + 1 < item.last_tile) return tile_blocks(a, s, item, rows, (tile + 1) * kKeyTile);
-  TileBlocks none;
-  none.block_size = a.block_size;
-  none.first_key = none.last_key = 0;
-  return none;
-}
-
-// Asks for what comes after the scores of block *b*: its V, and K of the block at its place in the next tile. Blocks
-// lie anywhere in the pool, so the processor cannot guess. Worth it for items of few rows, which wait for memory.
-void prefetch_block(const TileBlocks& tile, const TileBlocks& next, int b, int bytes) {
-  const int n = tile.block_size;
-  const bool has_next = b >= next.first_key / n && b * n < next.last_key;
-  for (int i = 0; i < bytes; i += 64) {
-    __builtin_prefetch(tile.block[b].v + i);
-    if (has_next) __builtin_prefetch(next.block[b].k + i);
-  }
-}
-
 // Adds a tile's softmax (its maximum, sum of weights and weighted sum of V) to a row's running one.
 void merge_row(int dim, float tile_max, float tile_total, const float* tile_sum, float* max, float* total, float* sum) {
   if (tile_max == kMasked) return;

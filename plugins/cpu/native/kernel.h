@@ -137,11 +137,10 @@ void softmax_row(const Attributes& a, const TileBlocks& tile, int low, int high,
 
 #ifdef CASTLINE_ISA_AVX512
 // As below, in integers.
-void attend_integer_tile(const Attributes& a, const TileBlocks& tile, const TileBlocks& next, const Rows& rows,
-                         int tile_start, const Scratch& s) {
+void attend_integer_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, int tile_start,
+                         const Scratch& s) {
   const IntegerQueries queries = integer_queries(a, rows.count, s);
   for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
-    if (rows.count <= kFewRows) prefetch_block(tile, next, b, a.block_size * a.head_dim);
     score_block(queries, tile.block[b].k, a.block_size, s.scores + b * a.block_size);
   }
   gather_scales(tile, 1.0f, s.scales);
@@ -165,13 +164,11 @@ void attend_integer_tile(const Attributes& a, const TileBlocks& tile, const Tile
 
 // Scores, softmax and weighted sum of V of all rows over one key tile: fills tile_max, tile_total and tile_sum.
 template <KvDtype T>
-void attend_tile(const Attributes& a, const TileBlocks& tile, const TileBlocks& next, const Rows& rows, int tile_start,
-                 const Scratch& s) {
+void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, int tile_start, const Scratch& s) {
 #ifdef CASTLINE_ISA_AVX512
-  if constexpr (kIntegerDot<T>) return attend_integer_tile(a, tile, next, rows, tile_start, s);
+  if constexpr (kIntegerDot<T>) return attend_integer_tile(a, tile, rows, tile_start, s);
 #endif
   for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
-    if (rows.count <= kFewRows) prefetch_block(tile, next, b, a.block_size * a.head_dim * element_bytes(T));
     score_keys<T>(a, rows.count, s, tile.block[b].k, s.scores + b * a.block_size);
   }
   if (T == kInt8) gather_scales(tile, a.scale * kLog2E, s.scales);
@@ -191,12 +188,10 @@ void attend_item(const Attributes& a, const Step& s, const WorkItem& item, float
     pack_row<T>(a, rows.count, scratch, r, output_row(a, s, item, rows, r));
   }
   if (partial == nullptr) clear_rows(a, rows, scratch.max, scratch.total, scratch.sum);
-  TileBlocks tile = tile_blocks(a, s, item, rows, item.first_tile * kKeyTile);
   for (int t = item.first_tile; t < item.last_tile; ++t) {
     const int start = t * kKeyTile;
-    const TileBlocks next = next_tile(a, s, item, rows, t);
-    attend_tile<T>(a, tile, next, rows, start, scratch);
-    tile = next;
+    const TileBlocks tile = tile_blocks(a, s, item, rows, start);
+    attend_tile<T>(a, tile, rows, start, scratch);
     for (int r = 0; r < rows.count; ++r) {
       const float* sum = scratch.tile_sum + r * a.head_dim;
       if (partial == nullptr) {

@@ -241,20 +241,15 @@ void attend_with_tiles(const Attributes& a, const Step& s, const WorkItem& item,
     scratch.multiplier[r] = pack_query<T>(q, a.head_dim, a.scale * kLog2E, r % kStrip, strip);
   }
   if (partial == nullptr) clear_rows(a, rows, scratch.max, scratch.total, scratch.sum);
-  TileBlocks tile = tile_blocks(a, s, item, rows, item.first_tile * kKeyTile);
   const TileShapes shapes(rows.count < kStrip ? rows.count : kStrip);
   for (int t = item.first_tile; t < item.last_tile; ++t) {
     const int start = t * kKeyTile;
-    const TileBlocks next = next_tile(a, s, item, rows, t);
-    for (int b = tile.first_key / a.block_size; rows.count <= kFewRows && b * a.block_size < tile.last_key; ++b) {
-      prefetch_block(tile, next, b, a.block_size * a.head_dim * element_bytes(T));
-    }
+    const TileBlocks tile = tile_blocks(a, s, item, rows, start);
     RightOperands right;
     make_keys<T>(tile, a.head_dim, scratch.k_panel, &right);
     make_values<T>(tile, a.head_dim, scratch.v_panel, &right);
     if constexpr (T == kInt8) gather_scales(tile, 1.0f, scratch.scales);
     attend_strips<T>({a, rows, scratch, right, start}, partial);
-    tile = next;
     if (partial != nullptr) partial += rows.count * (a.head_dim + 2);
   }
   if (partial == nullptr) write_rows(a, s, item, rows, scratch.total, scratch.sum);
