@@ -42,6 +42,7 @@ EMBEDDING: Final = "Embedding"
 STRIP: Final = 16
 """Output columns of a strip."""
 K_ALIGNMENT: Final = 64
+MAXIMA_BLOCK: Final = 64
 ACTIVATION_GROUP: Final = 32
 """Elements of K that share a scale in narrow kernels."""
 
@@ -87,7 +88,9 @@ class LinearAttributes:
     5   residual     [T, n]; may be absent
     ==  ===========  ========================================================================
 
-    Output: [T, n] float32. T may be 0. Shapes are checked: a wrong one is an error that names the tensor.
+    Outputs, both float32: y [T, n]; and, where the node names it, the largest of each `MAXIMA_BLOCK` columns of a row,
+    [T, ceil(n / MAXIMA_BLOCK)], with -infinity as the lowest finite number. Where a row holds a NaN or +infinity, one
+    of its maxima at least is NaN. T may be 0. Shapes are checked: a wrong one is an error that names the tensor.
     """
 
     k: int

@@ -137,7 +137,7 @@ class EngineCore:
             self._marks.mark(Phase.EXECUTOR)
             prompt_logprobs = [self._prompt_logprobs(rows, logits) for rows in batch.prompt_rows]
             self._introduce(batch.sample_seq_ids)
-            samples = sample_step(self._sampler, batch, logits)
+            samples = sample_step(self._sampler, batch, logits, self._executor.maxima)
             self._marks.mark(Phase.SAMPLE)
         except Exception as error:
             self.scheduler.rollback(plan)

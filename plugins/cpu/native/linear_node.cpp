@@ -78,6 +78,7 @@ OrtStatus* read_linear_step(const OrtApi* api, const OrtKernelContext* context, 
            floats(3),
            floats(4),
            floats(5),
+           nullptr,
            nullptr};
   return nullptr;
 }
