@@ -17,7 +17,7 @@ from castline.runtime.plan import StepPlan
 from castline.runtime.sampler_api import UNSOUND_LOGITS, BrokenLogits
 from castline.runtime.step_profile import Phase, StepMarks
 from castline.runtime.step_runner import SequenceSampler, StepResult
-from castline.runtime.step_sampler import StepSamples, sample_rows
+from castline.runtime.step_sampler import Rows, StepSamples, sample_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class DeviceRunner:
         first_prompt_row = len(step.batch.sample_seq_ids)
         prompt_logprobs = self._sampler.prompt_logprobs(step.batch.prompt_rows, output.logits[split:], first_prompt_row)
         samples = StepSamples()
-        sample_rows(self._sampler.tokens, samples, output.logits[:split], step.hosted)
+        sample_rows(self._sampler.tokens, samples, Rows(output.logits[:split], None), step.hosted)
         self._take_draws(samples, step.drawn, output.tokens.tolist())
         self._marks.mark(Phase.SAMPLE)
         return StepResult(samples, prompt_logprobs)

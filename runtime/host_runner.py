@@ -51,7 +51,7 @@ class HostRunner:
         self._marks.mark(Phase.EXECUTOR)
         prompt_logprobs = self._sampler.prompt_logprobs(batch.prompt_rows, logits)
         self._sampler.introduce(batch.sample_seq_ids)
-        samples = sample_step(self._sampler.tokens, batch, logits)
+        samples = sample_step(self._sampler.tokens, batch, logits, self._executor.maxima)
         self._marks.mark(Phase.SAMPLE)
         return StepResult(samples, prompt_logprobs)
 

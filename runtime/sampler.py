@@ -24,8 +24,8 @@ from castline.runtime.sampler_api import UNSOUND_LOGITS, BrokenLogits, SampleRes
 from castline.runtime.sampling_params import SamplingParams
 
 Logits = NDArray[np.float32]
-DrawRows = Callable[[Logits, NDArray[Any]], NDArray[np.int64]]
-
+DrawRows = Callable[[Logits, NDArray[Any], Logits | None], NDArray[np.int64]]
+"""Logits, choices, maxima (`castline.plugins.cpu.sampling.draw_rows`)."""
 
 _MOST_BATCHES = 4
 
@@ -110,20 +110,21 @@ class Sampler:
         if self._sequences.pop(seq_key, None) is not None:
             self._batches.clear()  # the key may come again
 
-    def sample(self, logits: Logits, seq_keys: Sequence[int]) -> SampleResult:
+    def sample(self, logits: Logits, seq_keys: Sequence[int], maxima: Logits | None = None) -> SampleResult:
         """Chooses and records the next token of each sequence from its row of *logits* [rows, vocabulary].
 
-        The logits are on return what they were. Raises BrokenLogits, having recorded nothing, if any row has no token
-        to choose.
+        *maxima* are those of the rows, where they are known. The logits are on return what they were.
+
+        Raises BrokenLogits, having recorded nothing, if any row has no token to choose.
         """
         assert logits.shape == (len(seq_keys), self._vocab_size), (logits.shape, len(seq_keys), self._vocab_size)
         batch = self._batch_of(tuple(seq_keys))
         if batch.edited:
             logits = logits if logits.flags.writeable else logits.copy()
             with _edited(logits, batch):
-                tokens = self._draw(logits, batch.next_choices())
+                tokens = self._draw(logits, batch.next_choices(), None)  # edits may have changed any maximum
         else:
-            tokens = self._draw(logits, batch.next_choices())
+            tokens = self._draw(logits, batch.next_choices(), maxima)
         token_ids = tokens.tolist()
         if NO_TOKEN in token_ids:
             raise _broken(logits, tokens, seq_keys)

@@ -40,8 +40,13 @@ class Sampler(Protocol):
 
     def remove(self, seq_key: int) -> None: ...
 
-    def sample(self, logits: NDArray[np.float32], seq_keys: Sequence[int]) -> SampleResult:
-        """One token a row of logits [R, V], recorded as generated. If it raises, nothing is recorded."""
+    def sample(
+        self, logits: NDArray[np.float32], seq_keys: Sequence[int], maxima: NDArray[np.float32] | None = None
+    ) -> SampleResult:
+        """One token a row of logits [R, V], recorded as generated. If it raises, nothing is recorded.
+
+        *maxima* are the rows' `castline.plugins.contract.LOGITS_MAXIMA`, where the executor gives them.
+        """
         ...
 
     def wants_logits(self, seq_keys: Sequence[int], ahead: int = 0) -> list[int]:

@@ -60,6 +60,7 @@ class ScriptedExecutor:
     """A KV pool of token ids by slot. Asserts the step contract, and the pool's content against ``truth`` if set."""
 
     vocab_size = VOCAB_SIZE
+    maxima = None
 
     def __init__(self, model: ScriptedModel, num_blocks: int, block_size: int) -> None:
         self.model = model
@@ -122,7 +123,7 @@ class ScriptedSampler:
     def remove(self, seq_key: int) -> None:
         del self.sequences[seq_key]
 
-    def sample(self, logits: np.ndarray, seq_keys: Sequence[int]) -> SampleResult:
+    def sample(self, logits: np.ndarray, seq_keys: Sequence[int], maxima: np.ndarray | None = None) -> SampleResult:
         assert logits.shape == (len(seq_keys), VOCAB_SIZE)
         best = zip(logits.argmax(axis=1).tolist(), seq_keys, strict=True)
         tokens = [shifted(token, self.sequences[key][1]) for token, key in best]
