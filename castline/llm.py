@@ -113,6 +113,7 @@ class LLM:
         """Frees the engine. May be called again."""
         if not self._closed:
             self._closed = True
+            self._core.close()
             self._executor.close()
 
     def __enter__(self) -> Self:

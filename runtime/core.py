@@ -120,8 +120,8 @@ class EngineCore:
         self._marks.mark(Phase.COMMIT)
         return events
 
-    def drain(self) -> None:
-        """Before the executor is closed: waits for a step that is in flight, and forgets it."""
+    def close(self) -> None:
+        """Before the executor is: waits for a step that is in flight, and forgets it. Nothing may follow."""
         self._runner.drop()
 
     def stats(self) -> Stats:

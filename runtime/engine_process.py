@@ -43,6 +43,7 @@ def serve(link: CommandSocket) -> int:
         finally:
             if profiler is not None:
                 profiler.finish()
+            core.close()
             executor.close()
     except Disconnected:
         return 0

@@ -192,6 +192,11 @@ def _check_graph_file(bundle: Path, manifest: Manifest) -> None:
 
 def _threads(manifest: Manifest, options: LoadOptions, cores: int) -> int:
     """The tuner's choice, cut to the cores of this host; more threads than cores only wait for each other."""
+    if options.threads is not None and manifest.host.target != "cpu":
+        raise EngineError(
+            f"--threads {options.threads}: an engine for {manifest.host.target} computes on the GPU; "
+            "leave --threads out"
+        )
     if options.threads is None:
         return max(1, min(manifest.tuning.num_threads, cores))
     if not 1 <= options.threads <= cores:

@@ -2,7 +2,8 @@
 
 A recording takes the next ``num_steps`` steps. Its operators come from the inference library's own profiler, which can
 only be on from the start, so the executor opens the engine anew for it: a start costs as much as a load without the
-pool, and nothing lasts when it is over.
+pool, and nothing lasts when it is over. Of a device that samples, the phases alone are recorded: what runs on it is for
+the vendor's own profiler to tell.
 """
 
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Protocol
 
 from castline.plugins.cpu.operator_profile import OperatorRun
 from castline.runtime.client import EffectiveLimits
+from castline.runtime.device_executor import DeviceExecutor
 from castline.runtime.executor import Executor
 from castline.runtime.plan import StepPlan
 from castline.runtime.profile_report import join_runs, table
@@ -36,9 +38,9 @@ class Profiler:
         self._recorder: StepRecorder | None = None
         self._number = 0
 
-    def attach(self, executor: ProfilingExecutor, limits: EffectiveLimits) -> None:
+    def attach(self, executor: ProfilingExecutor | DeviceExecutor, limits: EffectiveLimits) -> None:
         """What runs the steps; before the first `start`."""
-        self._executor = executor
+        self._executor = None if isinstance(executor, DeviceExecutor) else executor
         self._limits = limits
 
     @property
@@ -48,8 +50,9 @@ class Profiler:
     def start(self) -> None:
         """Begins a recording; one that runs is finished first. Raises EngineError."""
         self.finish()
-        self._executor.start_profile(str(Path(self._options.directory) / "operators"))
-        warm_up(self._executor, self._limits)
+        if self._executor is not None:
+            self._executor.start_profile(str(Path(self._options.directory) / "operators"))
+            warm_up(self._executor, self._limits)
         self._recorder = StepRecorder(self._options.num_steps)
 
     def finish(self) -> None:
@@ -57,7 +60,7 @@ class Profiler:
         if self._recorder is None:
             return
         records, self._recorder = self._recorder.records, None
-        steps = join_runs(records, self._executor.end_profile())
+        steps = join_runs(records, [] if self._executor is None else self._executor.end_profile())
         if not steps:
             return
         path = self._free_path()

@@ -1,5 +1,6 @@
 """A planned engine made ready to step: executor, warm-up, core."""
 
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -7,11 +8,13 @@ import numpy as np
 
 from castline.engines.capacity import blocks_for
 from castline.engines.errors import EngineError
-from castline.engines.manifest import read_manifest
+from castline.engines.manifest import Manifest, read_manifest
 from castline.plugins.contract import StepTensors
+from castline.plugins.cpu.sampling import CHOICE
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.core import EngineCore
 from castline.runtime.cpu_executor import CpuExecutor
+from castline.runtime.device_executor import DeviceExecutor, DeviceStep
 from castline.runtime.executor import Executor
 from castline.runtime.sampler import Sampler
 from castline.runtime.speculation import max_step_drafts
@@ -23,27 +26,30 @@ DECODE_SIZES = (1, 8, 32)
 
 def load_core(
     bundle: Path, limits: EffectiveLimits, num_threads: int, marks: StepMarks = NO_MARKS
-) -> tuple[EngineCore, CpuExecutor]:
-    """Loads the bundle, warms it up, and gives a core with nothing in it. The caller closes the executor.
+) -> tuple[EngineCore, CpuExecutor | DeviceExecutor]:
+    """Loads the bundle, warms it up, and gives a core with nothing in it. The caller closes core, then executor.
 
     The bundle was checked by `castline.runtime.loader.plan_engine`; *marks* hears of every step. Raises EngineError.
     """
     manifest = read_manifest(bundle)
-    if manifest.host.target != "cpu":
-        raise EngineError(
-            f"{bundle} was built for {manifest.host.target}, and this version of castline has no executor for it: "
-            "serve an engine of the cpu target"
-        )
-    executor = CpuExecutor(bundle, manifest, limits.num_blocks, num_threads)
     model = manifest.model
+    executor: CpuExecutor | DeviceExecutor
+    if manifest.host.target == "cpu":
+        executor = CpuExecutor(bundle, manifest, limits.num_blocks, num_threads)
+    else:
+        executor = _load_gpu(bundle, manifest, limits)
     try:
         if executor.vocab_size != model.vocab_size:
             raise EngineError(
                 f"{bundle / manifest.graph_file} gives {executor.vocab_size} logits a row, and engine.json says "
                 f"vocab_size {model.vocab_size}; rebuild it: {manifest.rebuild_command}"
             )
-        warm_up(executor, limits)
-        step_seconds = time_decodes(executor, limits) if limits.max_drafts else {}
+        step_seconds: dict[int, float] = {}
+        if isinstance(executor, CpuExecutor):
+            warm_up(executor, limits)
+            step_seconds = time_decodes(executor, limits) if limits.max_drafts else {}
+        else:
+            warm_up_device(executor, limits)
     except BaseException:
         executor.close()
         raise
@@ -52,20 +58,66 @@ def load_core(
     return core, executor
 
 
+def _load_gpu(bundle: Path, manifest: Manifest, limits: EffectiveLimits) -> DeviceExecutor:
+    # Here, so that nothing of it is imported where there is no GPU.
+    from castline.plugins.tensorrt.cuda_driver import CudaDriver
+    from castline.runtime.tensorrt.executor import TensorRtExecutor
+
+    return TensorRtExecutor.load(bundle, manifest, limits, CudaDriver())
+
+
 def warm_up(executor: Executor, limits: EffectiveLimits) -> None:
     """Runs the smallest step, a decode at the longest context, and the largest step; writes nothing to the pool.
 
     After these no step compiles, plans or first touches anything: they span the shapes that steps have.
     """
+    for step in _spanning_steps(limits):
+        executor.execute(step)
+
+
+def warm_up_device(executor: DeviceExecutor, limits: EffectiveLimits) -> None:
+    """The steps of `warm_up`, each with its rows drawn and then with its rows fetched, and a step that runs ahead.
+
+    Only the last writes to the pool, which is empty: the device reads a token there that it has drawn itself.
+    """
+    for step in _spanning_steps(limits):
+        num_rows = len(step.logits_indices)
+        draws = np.zeros(num_rows, CHOICE)
+        draws["row"], draws["top_p"] = np.arange(num_rows), 1
+        drawn, no_rows = draws.copy(), np.empty(0, np.int64)
+        drawn["temperature"], drawn["top_k"] = 1, 20
+        executor.collect(executor.submit(DeviceStep(step, draws, no_rows)))
+        executor.collect(executor.submit(DeviceStep(step, drawn, no_rows)))
+        executor.collect(executor.submit(DeviceStep(step, draws[:0], draws["row"])))
+    first, second = (_one_token(position, limits.block_size) for position in range(2))
+    draw = np.zeros(1, CHOICE)
+    draw["top_p"] = 1
+    tickets = [
+        executor.submit(DeviceStep(first, draw, np.empty(0, np.int64))),
+        executor.submit(DeviceStep(second, draw, np.empty(0, np.int64), np.zeros(1, np.int32))),
+    ]
+    for ticket in tickets:
+        executor.collect(ticket)
+
+
+def _spanning_steps(limits: EffectiveLimits) -> list[StepTensors]:
     widest = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     tokens_each, extra = divmod(limits.max_num_batched_tokens, widest)
     longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)
-    for query_lens, context, num_drafts in (
-        ([1], 0, 0),
-        ([1], longest - 1, 0),
-        ([min(tokens_each + (i < extra), longest) for i in range(widest)], 0, max_step_drafts(limits)),
-    ):
-        executor.execute(_idle_step(query_lens, context, limits.block_size, num_drafts))
+    return [
+        _idle_step(query_lens, context, limits.block_size, num_drafts)
+        for query_lens, context, num_drafts in (
+            ([1], 0, 0),
+            ([1], longest - 1, 0),
+            ([min(tokens_each + (i < extra), longest) for i in range(widest)], 0, max_step_drafts(limits)),
+        )
+    ]
+
+
+def _one_token(position: int, block_size: int) -> StepTensors:
+    """A decode whose sequence has the first blocks of the pool."""
+    step = _idle_step([1], position, block_size)
+    return replace(step, slot_mapping=np.array([position], np.int32))
 
 
 def time_decodes(executor: Executor, limits: EffectiveLimits) -> dict[int, float]:

@@ -46,6 +46,7 @@ class Phase(StrEnum):
     BATCH = "batch"
     """The plan packed into arrays."""
     EXECUTOR = "executor"
+    """The forward pass; where the device samples, what is left of it to wait for."""
     SAMPLE = "sample"
     COMMIT = "commit"
     """Tokens applied, events made; a failed step rolled back."""

@@ -24,7 +24,8 @@ class StepShape:
     context: int = 128
     """Tokens of each when the recording begins, or some more where their prompts take several steps."""
     prefill: int = 0
-    """Tokens of a prompt that is computed beside them, one prompt after the other."""
+    """Tokens of a prompt that is computed beside them, one prompt after the other. On a device that runs ahead, a step
+    without it comes between: it was begun before the next prompt came."""
     params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
     """How the sequences sample."""
 

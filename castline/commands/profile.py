@@ -28,7 +28,7 @@ from castline.runtime.step_profile import DEFAULT_STEPS, ProfileOptions
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Of the sampling.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Of the sampling; 0 keeps every token.")
 @click.option("--kv-blocks", type=int, metavar="N", help="Exactly this many KV blocks.")
-@click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the tuner's choice]")
+@click.option("--threads", type=int, metavar="N", help="Compute threads of a CPU.  [default: the tuner's choice]")
 @click.option("--allow-unverified", is_flag=True, help="Take an engine that did not pass its parity check.")
 @click.option(
     "-o",
@@ -52,7 +52,7 @@ def command(
     """Show where the time of a step goes, by phase and by operator.
 
     Runs steps of one shape on an engine of REPOSITORY, prints a table, and writes a trace. The steps of real traffic:
-    `castline run --profile`.
+    `castline run --profile`. On a GPU it tells the phases of the engine loop only, for Nsight Systems sees the rest.
 
     \b
     castline profile engines --batch 32 --context 256
@@ -73,4 +73,5 @@ def command(
         shape = StepShape(batch, context, prefill, params)
         StepWorkload(shape, core, plan.limits, plan.manifest.model.vocab_size).run(profiler)
     finally:
+        core.close()
         executor.close()

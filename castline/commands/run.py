@@ -37,7 +37,7 @@ PORT = click.IntRange(0, 65535)
 @click.option("--max-num-seqs", type=int, metavar="N", help="Sequences computed at once.")
 @click.option("--max-num-batched-tokens", type=int, metavar="TOKENS", help="Tokens of one step.")
 @click.option("--max-waiting", default=LOAD.max_waiting, show_default=True, help="Requests that may wait.")
-@click.option("--threads", type=int, metavar="N", help="Compute threads.  [default: the tuner's choice]")
+@click.option("--threads", type=int, metavar="N", help="Compute threads of a CPU.  [default: the tuner's choice]")
 @click.option(
     "--speculation",
     type=click.Choice(SPECULATION_MODES),
@@ -132,10 +132,9 @@ def _model_name(plan: EnginePlan) -> str:
 def _print_plan(plan: EnginePlan, name: str) -> None:
     model, precision, limits = plan.manifest.model, plan.manifest.precision, plan.limits
     click.echo(f"model: {name} ({model.architecture}, {model.num_parameters / 1e6:.1f}M parameters) from {plan.bundle}")
-    click.echo(
-        f"engine: {plan.manifest.host.target}, {precision.recipe} weights, {precision.kv_dtype} KV, "
-        f"{plan.num_threads} threads"
-    )
+    host = plan.manifest.host
+    where = f"{plan.num_threads} threads" if host.gpu is None else host.gpu.device_name or host.gpu.sku
+    click.echo(f"engine: {host.target}, {precision.recipe} weights, {precision.kv_dtype} KV, {where}")
     click.echo(
         f"limits: max_model_len {limits.max_model_len}, max_num_seqs {limits.max_num_seqs}, "
         f"max_num_batched_tokens {limits.max_num_batched_tokens}, max_waiting {limits.max_waiting}"

@@ -268,9 +268,8 @@ class EngineFactory:
     """Limits of a small engine; override by keyword."""
 
     def __call__(self, **overrides: Any) -> Engine:
-        options = {
-            key: overrides.pop(key) for key in ("policy", "sampler", "eos_token_ids", "device") if key in overrides
-        }
+        named = ("policy", "sampler", "eos_token_ids", "device", "marks")
+        options = {key: overrides.pop(key) for key in named if key in overrides}
         return Engine(limits(**overrides), **options)
 
 

@@ -227,7 +227,7 @@ def test_nothing_stays_in_flight(make_device_engine, eager):
     for _ in range(5):
         engine.step()
     assert engine.device.num_in_flight == 1
-    engine.core.drain()
+    engine.core.close()
     engine.device.close()
 
 

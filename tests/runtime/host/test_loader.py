@@ -93,6 +93,14 @@ def test_a_gpus_pool_is_planned_from_its_free_memory(bundle: Path, monkeypatch: 
     assert pool.num_blocks == (int(0.9 * gpu.free_bytes) - weights - step) // pool.bytes_per_block
 
 
+def test_threads_that_are_asked_of_a_gpu_are_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option that does nothing must say so."""
+    for_l4(bundle)
+    has_gpu(monkeypatch, "NVIDIA L4", "8.9", tensorrt_rtx="1.7.1")
+    with pytest.raises(EngineError, match="--threads 1: an engine for tensorrt_rtx computes on the GPU"):
+        plan_engine(bundle, LoadOptions(threads=1))
+
+
 def test_an_engine_for_another_gpu_is_refused_first(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """C01, C02: device, flavour and version are compared before any other file is opened."""
     for_l4(bundle)
