@@ -50,17 +50,16 @@ class Rows:
         return Rows(self.logits[index], None if self.maxima is None else self.maxima[index])
 
 
-def sample_step(sampler: Sampler, batch: StepBatch, logits: Logits, maxima: Logits | None = None) -> StepSamples:
+def sample_step(sampler: Sampler, batch: StepBatch, all_rows: Rows) -> StepSamples:
     """Raises what the sampler raises for the first token of each sequence, and then it has recorded nothing."""
     samples = StepSamples()
-    all_rows = Rows(logits, maxima)
     seq_ids = list(batch.sample_seq_ids)
-    _sample(sampler, samples, all_rows.first(len(seq_ids)), seq_ids)
+    sample_rows(sampler, samples, all_rows.first(len(seq_ids)), seq_ids)
     depth = 0
     while guesses := [guess for guess in batch.draft_rows if _is_right(guess, samples, depth)]:
         rows = [guess.first_row + depth for guess in guesses]
         try:
-            _sample(sampler, samples, all_rows.take(rows), [guess.seq_id for guess in guesses])
+            sample_rows(sampler, samples, all_rows.take(rows), [guess.seq_id for guess in guesses])
         except Exception:
             # The tokens so far are recorded and right. What is wrong here shows again in a step that can be undone.
             _log.warning("a guess could not be checked", exc_info=True)
@@ -80,7 +79,7 @@ def _is_right(guess: DraftRows, samples: StepSamples, depth: int) -> bool:
     )
 
 
-def _sample(sampler: Sampler, samples: StepSamples, rows: Rows, seq_ids: list[int]) -> None:
+def sample_rows(sampler: Sampler, samples: StepSamples, rows: Rows, seq_ids: list[int]) -> None:
     """One more token for each of *seq_ids*, from its row, but for those that cannot have one."""
     while seq_ids:
         try:
