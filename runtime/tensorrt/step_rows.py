@@ -16,9 +16,12 @@ class StepRows:
     tokens: Rows
     """[R'] packed tokens whose logits are computed: at least one."""
     drawn: Rows
-    """[D] for each draw, its row of `tokens`."""
+    """[D] for each draw, its row of `tokens`; no part of the step's own arrays."""
     wanted: Rows
     """[W] for each row that the host gets, its row of `tokens`."""
+
+    def __post_init__(self) -> None:
+        assert len(set(self.drawn.tolist())) == len(self.drawn), "a token's row of logits is drawn from twice"
 
     @property
     def num_drawn(self) -> int:
@@ -29,7 +32,8 @@ class StepRows:
 def mixed_rows(step: DeviceStep, most: int) -> StepRows:
     """*most* is what the plan takes, a row a token. A token that is wanted twice, as the last of a prompt may be, is
     computed twice where that fits."""
-    indices, draws = step.tensors.logits_indices, step.draws["row"]
+    indices = step.tensors.logits_indices
+    draws = step.draws["row"].copy()  # read when the step is collected
     if not len(indices):
         return StepRows(np.zeros(1, np.int64), draws, step.wanted)
     if len(indices) <= most:
