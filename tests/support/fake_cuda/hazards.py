@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 Clock = dict[int, int]
 """Stream → how much of its work has happened before."""
-KEPT = 48
+KEPT = 12
 """Accesses of one piece of memory that are remembered before those that the host has waited for are forgotten."""
 
 

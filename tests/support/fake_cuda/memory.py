@@ -18,13 +18,10 @@ UNWRITTEN = 0xA5
 @dataclass(eq=False, slots=True)
 class Allocation:
     start: int
+    end: int
     data: NDArray[np.uint8]
     alive: bool = True
     touched: Touched = field(default_factory=Touched)
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.data)
 
 
 class DeviceMemory:
@@ -43,7 +40,7 @@ class DeviceMemory:
         return self.total_bytes - sum(len(one.data) for one in self.live)
 
     def allocate(self, num_bytes: int) -> int:
-        made = Allocation(self._next, np.full(num_bytes, UNWRITTEN, np.uint8))
+        made = Allocation(self._next, self._next + num_bytes, np.full(num_bytes, UNWRITTEN, np.uint8))
         self._starts.append(made.start)
         self._allocations.append(made)
         self._next = -(-(made.end + GAP) // ALIGNMENT) * ALIGNMENT

@@ -39,8 +39,9 @@ class PinnedArray(np.ndarray):
         if not self.size:
             return 0, 0
         assert self.buffer is not None
-        low, high = np.lib.array_utils.byte_bounds(self.plain())
-        return low - self.buffer.address, high - self.buffer.address
+        start = address_of(self) - self.buffer.address  # strides are positive: no view runs backwards here
+        span = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return start, start + span + self.itemsize
 
     def plain(self) -> NDArray[Any]:
         return super().view(np.ndarray)
