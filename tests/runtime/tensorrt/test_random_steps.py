@@ -1,8 +1,8 @@
 """Ten thousand steps of the real scheduler through the executor, on a driver that forgives nothing.
 
-Prompts in chunks, decodes, forks with copied blocks, preemptions, cached prefixes, guesses and prompt log-probabilities;
-tokens drawn on the device, logits fetched, or both; and decodes submitted before the tokens of the step before are
-known. Every token and every logit is compared with the plain model.
+Prompts in chunks, decodes, forks with copied blocks, preemptions, cached prefixes, guesses and prompt
+log-probabilities; tokens drawn on the device, logits fetched, or both; and decodes submitted before the tokens of the
+step before are known. Every token and every logit is compared with the plain model.
 """
 
 from collections import deque

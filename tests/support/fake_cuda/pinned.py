@@ -22,10 +22,10 @@ class PinnedBuffer:
     """Called with a range of bytes that the host is about to read, or to write."""
     alive: bool = True
     touched: Touched = field(default_factory=Touched)
+    address: int = field(init=False)
 
-    @property
-    def address(self) -> int:
-        return address_of(self.data)
+    def __post_init__(self) -> None:
+        self.address = address_of(self.data)
 
 
 class PinnedArray(np.ndarray):
@@ -52,15 +52,14 @@ class PinnedArray(np.ndarray):
 
     def __getitem__(self, key: Any) -> Any:
         part = super().__getitem__(key)
-        if isinstance(part, PinnedArray) and np.may_share_memory(part.plain(), self.plain()):
+        if _is_basic(key) and isinstance(part, PinnedArray):  # a view
             return part
         self.touch(writes=False)
         return part.plain() if isinstance(part, PinnedArray) else part
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        part = super().__getitem__(key)
-        is_view = isinstance(part, PinnedArray) and np.may_share_memory(part.plain(), self.plain())
-        (part if is_view else self).touch(writes=True)
+        part = super().__getitem__(key) if _is_basic(key) else self
+        (part if isinstance(part, PinnedArray) else self).touch(writes=True)
         self.plain()[key] = _read(value)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
@@ -76,6 +75,12 @@ class PinnedArray(np.ndarray):
             args[0].touch(writes=True)
             args = (args[0].plain(), *args[1:])
         return func(*_read(args), **_read(kwargs))
+
+
+def _is_basic(key: Any) -> bool:
+    """Basic indexing: it copies nothing."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return all(part is None or part is Ellipsis or isinstance(part, int | np.integer | slice) for part in parts)
 
 
 def _reading(name: str) -> Any:
