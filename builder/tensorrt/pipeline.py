@@ -29,7 +29,7 @@ from castline.builder.tensorrt.kernels import KernelTarget, compile_kernels, nod
 from castline.builder.tensorrt.lower import lower_tensorrt
 from castline.builder.tensorrt.matmuls import layer_matmuls
 from castline.builder.tensorrt.plan_compiler import CompiledPlan, compile_plan
-from castline.builder.tensorrt.plan_request import PLAN_NAME, PlanRequest
+from castline.builder.tensorrt.plan_request import PlanRequest
 from castline.builder.tensorrt.proof import proof_graph, proof_kv_dtype
 from castline.builder.tensorrt.recipes import activations_of
 from castline.builder.tensorrt.target import GpuTarget, choose_target
@@ -45,6 +45,7 @@ from castline.engines.manifest import SCHEMA_VERSION, Manifest, Tuning
 from castline.plugins.contract import PAGED_ATTENTION
 from castline.plugins.cpu.selftest import run_self_test
 from castline.plugins.cpu.session import CpuSession, SessionOptions
+from castline.plugins.tensorrt.engine import PLAN_NAME
 from castline.plugins.tensorrt.flavour import flavour_version
 from castline.plugins.tensorrt.kernel_set import KERNELS_DIRECTORY, KernelSet
 from castline.plugins.tensorrt.library import describe
