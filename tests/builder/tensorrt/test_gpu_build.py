@@ -6,38 +6,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import pytest
 
-from castline.builder.checkpoint import load_checkpoint
-from castline.builder.export import export_model
-from castline.builder.passes.pipeline import run_passes
-from castline.builder.tensorrt.matmuls import layer_matmuls
-from castline.builder.tensorrt.plan_compiler import compile_plan
-from castline.builder.tensorrt.plan_request import PlanRequest
-from castline.builder.tensorrt.weights import quantize_fp8
-from castline.engines.check import check_host, verify_files
+from castline.engines.check import check_complete, check_host, verify_files
 from castline.engines.errors import EngineError, ManifestMismatch
 from castline.engines.gpu import detect_gpu
-from castline.engines.manifest import Gpu, Manifest, read_manifest
+from castline.engines.manifest import Gpu, read_manifest
 from castline.plugins.tensorrt.kernel_set import read_kernel_set
 
+Castline = Callable[..., subprocess.CompletedProcess[str]]
 TOKENS = ("--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--block-size", "16")
 
 
-def castline(tools: Any, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "castline", *words]
-    return subprocess.run(command, env=tools.environment(), capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def castline(compile_environment: dict[str, str]) -> Castline:
+    """``castline(*words)``: the command, finished."""
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "castline", *words]
+        return subprocess.run(command, env=compile_environment, capture_output=True, text=True, check=False)
+
+    return run
 
 
 @pytest.fixture(scope="module")
 def bundle(
-    rtx: None, tools: Any, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    rtx: None, castline: Castline, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A whole engine for an RTX 4090: fp8 weights, activations and KV. A random model amplifies what they round."""
     output = tmp_path_factory.mktemp("engines")
     words = ("--target", "tensorrt", "--sku", "rtx4090", "--name", "tiny", "--output", str(output))
-    done = castline(tools, "build", str(tiny_checkpoint("llama")), *words, *TOKENS, "--allow-unverified")
+    done = castline("build", str(tiny_checkpoint("llama")), *words, *TOKENS, "--allow-unverified")
     assert done.returncode == 0, done.stderr
     assert "built, not executed" in done.stderr
     return output / "tiny" / "1"
@@ -91,9 +90,9 @@ def test_another_version_or_plugin_is_refused(bundle: Path, tools: Any) -> None:
 
 
 @pytest.mark.skipif(detect_gpu() is not None, reason="there is a GPU here")
-def test_run_without_a_gpu_is_refused_in_words(bundle: Path, tools: Any) -> None:
+def test_run_without_a_gpu_is_refused_in_words(bundle: Path, castline: Castline) -> None:
     """The message is all that a user has: what is missing, and what to do."""
-    done = castline(tools, "run", str(bundle), "--allow-unverified")
+    done = castline("run", str(bundle), "--allow-unverified")
     assert done.returncode != 0
     assert "no NVIDIA driver or no GPU" in done.stderr
     assert "serve it on a machine with a rtx4090" in done.stderr
@@ -101,11 +100,11 @@ def test_run_without_a_gpu_is_refused_in_words(bundle: Path, tools: Any) -> None
 
 
 def test_data_centre_gpu_without_tensorrt_is_refused_in_one_line(
-    tools: Any, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+    castline: Castline, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     """Before the model is read: what is needed, and the option that does the rest."""
     words = ("--sku", "h100-sxm", "--output", str(tmp_path / "engines"))
-    done = castline(tools, "build", str(tiny_checkpoint("llama")), *words, *TOKENS)
+    done = castline("build", str(tiny_checkpoint("llama")), *words, *TOKENS)
     assert done.returncode != 0
     assert "needs TensorRT and that GPU" in done.stderr
     assert "--kernels-only" in done.stderr
@@ -114,11 +113,11 @@ def test_data_centre_gpu_without_tensorrt_is_refused_in_one_line(
 
 
 def test_kernels_only_builds_all_but_the_plan(
-    rtx: None, tools: Any, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+    rtx: None, castline: Castline, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     """For an H100 on a machine without one: graph and kernels are there to build a plan from, and nothing serves it."""
     words = ("--sku", "h100-sxm", "--kernels-only", "--name", "tiny", "--output", str(tmp_path), "--recipe", "fp16")
-    done = castline(tools, "build", str(tiny_checkpoint("llama")), *words, *TOKENS, "--allow-unverified")
+    done = castline("build", str(tiny_checkpoint("llama")), *words, *TOKENS, "--allow-unverified")
     assert done.returncode == 0, done.stderr
     assert "no plan (--kernels-only)" in done.stderr
     bundle = tmp_path / "tiny" / "1"
@@ -127,38 +126,8 @@ def test_kernels_only_builds_all_but_the_plan(
     assert (manifest.host.target, manifest.graph_file) == ("tensorrt", "model.onnx")
     assert {"model.onnx", "weights.bin", "kernels/kernels.json"} <= set(manifest.files)
     assert read_kernel_set(bundle / "kernels").compute_capability == "9.0"
-    refused = castline(tools, "run", str(bundle), "--allow-unverified")
+    refused = castline("run", str(bundle), "--allow-unverified")
     assert refused.returncode != 0
     assert "Traceback" not in refused.stderr
     with pytest.raises(EngineError, match="no plan: it was built with --kernels-only"):
-        complete(manifest)
-
-
-def complete(manifest: Manifest) -> None:
-    from castline.engines.check import check_complete
-
-    check_complete(manifest)
-
-
-@pytest.fixture(scope="module")
-def demo() -> ir.Model:
-    model = export_model(load_checkpoint("demo"))
-    run_passes(model, 2048)
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "12.0"])
-def test_demo_plan_builds_for_every_chip(
-    demo: ir.Model, plan_of: Callable[..., PlanRequest], tools: Any, capability: str
-) -> None:
-    """The demo model's whole plan by NVIDIA's builder: the attention plugin in each of 30 layers, no pool copied."""
-    model = demo.clone()
-    names: list[str] = []
-    if capability in ("8.9", "12.0"):
-        names = [str(node.name) for node in layer_matmuls(model)]
-        quantize_fp8(model, {str(node.inputs[1].name): 50.0 for node in layer_matmuls(model)}, "fp16")
-    request = plan_of(tools.lowered(model), capability)
-    plan = compile_plan(request, tools.attention(model), names, timeout_s=280)
-    assert sum(layer.kind == "PluginV3" for layer in plan.layers) == 60
-    assert plan.path.stat().st_size < 400 << 20
+        check_complete(manifest)
