@@ -47,7 +47,7 @@ def test_every_variant_compiles_without_spills(
     variants: Callable[[str], list[dict[str, Any]]], capability: str
 ) -> None:
     """A kernel that spills is several times slower, and one that wants more shared memory cannot be launched: both are
-    seen on the GPU alone, by whoever has it. fp8 blocks are converted by the hardware from 8.9 on and by integers before."""
+    seen on the GPU alone, by whoever has it. From 8.9 on the hardware converts fp8 blocks; before, integers do."""
     major, minor = map(int, capability.split("."))
     found = variants(capability)
     assert len(found) == 4
@@ -65,23 +65,27 @@ def test_every_variant_compiles_without_spills(
     assert kinds == {HARDWARE_E4M3 if (major, minor) >= (8, 9) else INTEGER_E4M3}
 
 
-SPILLS = """
+DOES_NOT_FIT = """
 from castline.engines.errors import BuildError
 from castline.plugins.contract import AttentionAttributes
 from castline.plugins.tensorrt.compile import KernelCompiler, KernelShape
 a = AttentionAttributes(0, 16, 2, 128, 0.088, 16, 4, rotary_dim=128)
-list(KernelCompiler((8, 9), "fp16").attention(a, KernelShape(tile={tile}, queries={queries}, num_warps=1), ("prefill",)))
+shape = KernelShape(tile={tile}, queries={queries}, num_warps={num_warps})
+list(KernelCompiler((8, 9), "fp16").attention(a, shape, ("prefill",)))
 """
 
 
 @pytest.mark.parametrize(
-    ("tile", "queries", "message"),
-    [(64, 16, "bytes of registers are spilled"), (256, 32, "bytes of shared memory, the GPU has 101376")],
+    ("shape", "message"),
+    [
+        ({"tile": 64, "queries": 16, "num_warps": 1}, "bytes of registers are spilled"),
+        ({"tile": 256, "queries": 4, "num_warps": 16}, "bytes of shared memory, the GPU has 101376"),
+    ],
 )
-def test_what_does_not_fit_is_seen(compile_environment: dict[str, str], tile: int, queries: int, message: str) -> None:
+def test_what_does_not_fit_is_seen(compile_environment: dict[str, str], shape: dict[str, int], message: str) -> None:
     """The check above must be able to fail: 128 query rows of 128 elements in the registers of one warp, and keys that
     are larger than shared memory."""
-    command = [sys.executable, "-c", SPILLS.format(tile=tile, queries=queries)]
+    command = [sys.executable, "-c", DOES_NOT_FIT.format(**shape)]
     done = subprocess.run(command, env=compile_environment, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert message in done.stderr
