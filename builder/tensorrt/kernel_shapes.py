@@ -1,14 +1,18 @@
-"""From a SKU's choices to the shapes that a kernel is compiled with: what is known, then what fits anywhere."""
+"""The kernels of an engine, compiled with the shapes that a SKU's choices name, or else with one that fits anywhere."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
+from castline.engines.errors import BuildError
 from castline.engines.kernel_choices import KernelChoice, KernelChoices
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode
-from castline.plugins.tensorrt.compile import KernelShape, power_of_two
+from castline.plugins.tensorrt.compile import Compiled, KernelCompiler, KernelShape, power_of_two
 from castline.plugins.tensorrt.kernel_set import KernelName
 
+ATTENTION_KERNELS: Final[tuple[KernelName, ...]] = ("rope_append", "decode", "decode_split", "decode_merge", "prefill")
+SAMPLING_KERNELS: Final[tuple[KernelName, ...]] = ("greedy", "sample", "gather_inputs")
 FALLBACKS: Final = (
     KernelShape(),
     KernelShape(tile=32),
@@ -55,3 +59,45 @@ def sampling_shapes(choices: KernelChoices, name: KernelName) -> Iterator[tuple[
     note = ONE_FOR_ALL if name == "gather_inputs" else FALLBACK
     for warps in (8, 16, 4):
         yield replace(KernelShape(tile=1024), num_warps=warps), note
+
+
+def attention_kernels(compiler: KernelCompiler, choices: KernelChoices, a: AttentionAttributes) -> list[Compiled]:
+    """The kernels of a node, each of the first shape that fits. Raises BuildError naming one that none fits."""
+    return [
+        _first_fitting(
+            (partial(_attention, compiler, a, name, shape), note) for shape, note in attention_shapes(choices, name, a)
+        )
+        for name in ATTENTION_KERNELS
+    ]
+
+
+def sampling_kernels(
+    compiler: KernelCompiler, choices: KernelChoices, vocab_size: int, block_size: int
+) -> list[Compiled]:
+    """The kernels that every engine has one of; as `attention_kernels`."""
+
+    def make(name: KernelName, shape: KernelShape) -> Compiled:
+        return next(compiler.sampling(vocab_size, block_size, shape.num_warps, (name,), chunk=shape.tile))
+
+    return [
+        _first_fitting((partial(make, name, shape), note) for shape, note in sampling_shapes(choices, name))
+        for name in SAMPLING_KERNELS
+    ]
+
+
+def _attention(compiler: KernelCompiler, a: AttentionAttributes, name: KernelName, shape: KernelShape) -> Compiled:
+    return next(compiler.attention(a, shape, (name,)))
+
+
+def _first_fitting(makers: Iterable[tuple[Callable[[], Compiled], str]]) -> Compiled:
+    """The first kernel that compiles, with how it was chosen; raises the BuildError of the last where none does."""
+    failure: BuildError | None = None
+    for make, chosen in makers:
+        try:
+            made = make()
+        except BuildError as error:
+            failure = error
+        else:
+            return replace(made, spec=replace(made.spec, chosen=chosen))
+    assert failure is not None
+    raise failure

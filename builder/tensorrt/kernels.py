@@ -1,26 +1,21 @@
 """The GPU kernels of an engine: which its graph needs, compiled into the bundle. Needs Triton, and no GPU."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
 
 import onnx_ir as ir
 
 from castline.builder.passes.walk import attribute, ours
-from castline.builder.tensorrt.kernel_shapes import attention_shapes, sampling_shapes
+from castline.builder.tensorrt.kernel_shapes import attention_kernels, sampling_kernels
 from castline.builder.tensorrt.lower import Activations
 from castline.engines.errors import BuildError
 from castline.engines.kernel_choices import kernel_choices
 from castline.plugins.contract import PAGED_ATTENTION, AttentionAttributes
-from castline.plugins.tensorrt.compile import Compiled, KernelCompiler, KernelShape, kernel_set
-from castline.plugins.tensorrt.kernel_set import KERNELS_DIRECTORY, KernelName, KernelSet, write_kernel_set
-
-ATTENTION_KERNELS: Final[tuple[KernelName, ...]] = ("rope_append", "decode", "decode_split", "decode_merge", "prefill")
-SAMPLING_KERNELS: Final[tuple[KernelName, ...]] = ("greedy", "sample", "gather_inputs")
+from castline.plugins.tensorrt.compile import Compiled, KernelCompiler, kernel_set
+from castline.plugins.tensorrt.kernel_set import KERNELS_DIRECTORY, KernelSet, write_kernel_set
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +55,8 @@ def compile_kernels(target: KernelTarget, attention: Sequence[AttentionAttribute
     choices = kernel_choices(target.sku)
     compiled: list[Compiled] = []
     for a in dict.fromkeys(replace(a, layer=0) for a in attention):
-        for name in ATTENTION_KERNELS:
-            compiled.append(
-                _first_fitting((partial(_attention, compiler, a, name, shape), note)
-                               for shape, note in attention_shapes(choices, name, a))
-            )  # fmt: skip
-    for name in SAMPLING_KERNELS:
-        compiled.append(
-            _first_fitting((partial(_sampling, compiler, target, name, shape), note)
-                           for shape, note in sampling_shapes(choices, name))
-        )  # fmt: skip
+        compiled += attention_kernels(compiler, choices, a)
+    compiled += sampling_kernels(compiler, choices, target.vocab_size, target.block_size)
     home = directory / KERNELS_DIRECTORY
     home.mkdir(parents=True, exist_ok=True)
     for one in compiled:
@@ -77,26 +64,3 @@ def compile_kernels(target: KernelTarget, attention: Sequence[AttentionAttribute
     kernels = kernel_set(compiler.compute_capability, compiled)
     write_kernel_set(home, kernels)
     return kernels
-
-
-def _attention(compiler: KernelCompiler, a: AttentionAttributes, name: KernelName, shape: KernelShape) -> Compiled:
-    return next(compiler.attention(a, shape, (name,)))
-
-
-def _sampling(compiler: KernelCompiler, target: KernelTarget, name: KernelName, shape: KernelShape) -> Compiled:
-    made = compiler.sampling(target.vocab_size, target.block_size, shape.num_warps, (name,), chunk=shape.tile)
-    return next(made)
-
-
-def _first_fitting(makers: Iterable[tuple[Callable[[], Compiled], str]]) -> Compiled:
-    """The first kernel that compiles, with how it was chosen; raises the BuildError of the last where none does."""
-    failure: BuildError | None = None
-    for make, chosen in makers:
-        try:
-            made = make()
-        except BuildError as error:
-            failure = error
-        else:
-            return replace(made, spec=replace(made.spec, chosen=chosen))
-    assert failure is not None
-    raise failure

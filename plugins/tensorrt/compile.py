@@ -60,6 +60,26 @@ class Compiled:
     cubin: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What Triton compiles: a kernel with the types of its parameters and the values of its constants."""
+
+    name: KernelName
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    hints: dict[tuple[int], list[list[Any]]]
+    """Of alignment, by the parameter's place."""
+    shape: KernelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    entry: str
+    cubin: bytes
+    num_warps: int
+    shared_bytes: int
+
+
 def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
@@ -117,9 +137,6 @@ class KernelCompiler:
         self, name: KernelName, constants: dict[str, Any], shape: KernelShape, key: str = "",
         attributes: AttentionAttributes | None = None,
     ) -> Compiled:  # fmt: skip
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource, compile
-
         function = kernel_function(name)
         types = self._pointer_types(attributes)
         signature, arguments, hints = {}, [], {}
@@ -133,28 +150,36 @@ class KernelCompiler:
             if alignment > 1:
                 hints[(place,)] = [["tt.divisibility", alignment]]
             arguments.append(Argument(parameter, kind, alignment))
-        major, minor = self.compute_capability
-        # RoPE rounds every product: the contract.
-        options = {
-            "num_warps": shape.num_warps,
-            "num_stages": shape.num_stages,
-            "enable_fp_fusion": name != "rope_append",
-        }
-        try:
-            source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=hints)
-            kernel = compile(source, target=GPUTarget("cuda", major * 10 + minor, WARP), options=options)
-        except Exception as error:  # Triton's own types share no base but Exception
-            raise BuildError(f"kernel {name} for {major}.{minor}: {error}") from error
-        cubin = kernel.asm["cubin"]
+        binary = self._assemble(Source(name, signature, constants, hints, shape))
+        cubin = binary.cubin
         usage = resource_usage(cubin)
-        self._check(name, usage, kernel.metadata.shared)
+        self._check(name, usage, binary.shared_bytes)
         file = f"{name}{'-' if key else ''}{key}.cubin"
         fixed = {k: v for k, v in constants.items() if isinstance(v, int | float | str)}
         return Compiled(
-            KernelSpec(name, kernel.metadata.name, file, tuple(arguments), fixed, kernel.metadata.num_warps,
-                       kernel.metadata.shared, usage.registers, usage.spill_bytes, key),
+            KernelSpec(name, binary.entry, file, tuple(arguments), fixed, binary.num_warps, binary.shared_bytes,
+                       usage.registers, usage.spill_bytes, key),
             cubin,
         )  # fmt: skip
+
+    def _assemble(self, source: "Source") -> "Binary":
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile
+
+        major, minor = self.compute_capability
+        # RoPE rounds every product: the contract.
+        options = {
+            "num_warps": source.shape.num_warps,
+            "num_stages": source.shape.num_stages,
+            "enable_fp_fusion": source.name != "rope_append",
+        }
+        try:
+            tree = ASTSource(kernel_function(source.name), source.signature, source.constants, source.hints)
+            kernel = compile(tree, target=GPUTarget("cuda", major * 10 + minor, WARP), options=options)
+        except Exception as error:  # Triton's own types share no base but Exception
+            raise BuildError(f"kernel {source.name} for {major}.{minor}: {error}") from error
+        found = kernel.metadata
+        return Binary(found.name, kernel.asm["cubin"], found.num_warps, found.shared)
 
     def _pointer_types(self, a: AttentionAttributes | None) -> dict[str, str]:
         activations = f"*{self.activations}"
