@@ -153,6 +153,7 @@ def build_kernels(wanted: GpuBuild, model: ir.Model, directory: Path, log: Build
         activations=activations_of(wanted.plan.recipe.name),
         vocab_size=wanted.plan.facts.vocab_size,
         block_size=wanted.block_size,
+        sku=wanted.target.sku.name,
     )
     with log.stage("kernels") as stage:
         kernels = compile_kernels(target, node_attributes(model), directory)
@@ -162,7 +163,8 @@ def build_kernels(wanted: GpuBuild, model: ir.Model, directory: Path, log: Build
             f"at most {most} registers, no spills"
         )
         for kernel in kernels.kernels:
-            log.detail(f"{kernel.cubin}: {kernel.registers} registers, {kernel.shared_bytes:,} bytes of shared memory")
+            log.detail(f"{kernel.cubin}: {kernel.registers} registers, {kernel.shared_bytes:,} bytes of shared memory; "
+                       f"shape: {kernel.chosen}")  # fmt: skip
     return kernels
 
 
