@@ -5,8 +5,8 @@ activation (gated or not) and a residual after. ``castline::Embedding`` reads ro
 tied embedding is stored once.
 
 **Packed weights.** W [N, K], K at most 65,536, in *strips* of 16 output columns. K is padded to a multiple of 64 (K'),
-where activations are zero, and N to whole strips. One 64-byte line of a strip holds 16 columns by 8 (4-bit) or 4 (8-bit) elements of K, so that one register
-is the second operand of an integer dot product:
+where activations are zero, and N to whole strips. One 64-byte line of a strip holds 16 columns by 8 (4-bit) or 4
+(8-bit) elements of K, so that one register is the second operand of an integer dot product:
 
 - 4 bits: ``uint8 [strips, K'/8, 16, 4]``. Byte b of column c in line j holds elements 8j + b (low half) and
   8j + 4 + b (high half).

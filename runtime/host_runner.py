@@ -12,7 +12,7 @@ from castline.runtime.plan import StepPlan
 from castline.runtime.speculation import Speculation
 from castline.runtime.step_profile import Phase, StepMarks
 from castline.runtime.step_runner import SequenceSampler, StepResult
-from castline.runtime.step_sampler import sample_step
+from castline.runtime.step_sampler import Rows, sample_step
 
 
 class HostRunner:
@@ -51,7 +51,7 @@ class HostRunner:
         self._marks.mark(Phase.EXECUTOR)
         prompt_logprobs = self._sampler.prompt_logprobs(batch.prompt_rows, logits)
         self._sampler.introduce(batch.sample_seq_ids)
-        samples = sample_step(self._sampler.tokens, batch, logits, self._executor.maxima)
+        samples = sample_step(self._sampler.tokens, batch, Rows(logits, self._executor.maxima))
         self._marks.mark(Phase.SAMPLE)
         return StepResult(samples, prompt_logprobs)
 

@@ -50,10 +50,9 @@ class Rows:
         return Rows(self.logits[index], None if self.maxima is None else self.maxima[index])
 
 
-def sample_step(sampler: Sampler, batch: StepBatch, logits: Logits, maxima: Logits | None = None) -> StepSamples:
+def sample_step(sampler: Sampler, batch: StepBatch, all_rows: Rows) -> StepSamples:
     """Raises what the sampler raises for the first token of each sequence, and then it has recorded nothing."""
     samples = StepSamples()
-    all_rows = Rows(logits, maxima)
     seq_ids = list(batch.sample_seq_ids)
     sample_rows(sampler, samples, all_rows.first(len(seq_ids)), seq_ids)
     depth = 0

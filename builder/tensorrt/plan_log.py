@@ -4,8 +4,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from castline.builder.tensorrt.plan_request import DECODE, MIXED
 from castline.engines.errors import BuildError
+from castline.plugins.tensorrt.engine import DECODE, MIXED
 
 _LAYER = re.compile(r"Name: (?P<name>.*?), LayerType: (?P<kind>\w+), (?P<rest>.*)")
 _COPY = "Inserting copy"

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -19,11 +18,6 @@ from castline.plugins.contract import (
     SLOT_MAPPING,
     kv_pool_name,
 )
-
-MIXED: Final = 0
-DECODE: Final = 1
-"""Optimization profiles of a plan, by index."""
-PLAN_NAME: Final = "model.plan"
 
 Range = tuple[int, int, int]
 """Smallest, usual, largest."""

@@ -45,6 +45,7 @@ def _configure(tensorrt: TensorRT, builder: Any, request: PlanRequest) -> Any:
     tensorrt.target(config, request.compute_capability)
     config.set_preview_feature(api.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     config.max_aux_streams = 0
+    tensorrt.require_user_memory(config)
     config.profiling_verbosity = api.ProfilingVerbosity.DETAILED
     for shapes in profiles(request):
         profile = builder.create_optimization_profile()

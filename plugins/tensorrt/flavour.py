@@ -65,6 +65,29 @@ class TensorRT:
                 f"for {', '.join(self.compute_capabilities())}"
             )
 
+    def require_user_memory(self, config: Any) -> None:
+        """Makes a plan take all of its memory from who runs it, where the flavour asks: only then can a stream be
+        captured."""
+        flag = getattr(self.api.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
+        if flag is not None:
+            config.set_flag(flag)
+
+    def create_context(self, engine: Any, fixed_shapes: bool) -> Any:
+        """An execution context with no memory of its own; None where TensorRT refuses.
+
+        TensorRT for RTX compiles kernels for the shapes that it meets, by default in the background: then steps would
+        compete with its compiler, and a graph would hold the kernels that were to be replaced. So it does that at once
+        where shapes are fixed, and never where they vary.
+        """
+        user_managed = self.api.ExecutionContextAllocationStrategy.USER_MANAGED
+        strategies = getattr(self.api, "DynamicShapesKernelSpecializationStrategy", None)
+        if strategies is None:
+            return engine.create_execution_context(user_managed)
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(user_managed)
+        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if fixed_shapes else strategies.NONE
+        return engine.create_execution_context(config)
+
     def compute_capabilities(self) -> list[str]:
         """What the flavour names as targets of a build."""
         members = getattr(self.api, "ComputeCapability", None)

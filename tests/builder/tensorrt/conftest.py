@@ -17,9 +17,10 @@ from castline.builder.lower import save_graph
 from castline.builder.passes.pipeline import run_passes
 from castline.builder.tensorrt.kernels import KernelTarget, node_attributes
 from castline.builder.tensorrt.lower import lower_tensorrt
-from castline.builder.tensorrt.plan_request import PLAN_NAME, PlanRequest
+from castline.builder.tensorrt.plan_request import PlanRequest
 from castline.engines.manifest import Limits
 from castline.plugins.contract import PAGED_ATTENTION
+from castline.plugins.tensorrt.engine import PLAN_NAME
 from castline.plugins.tensorrt.flavour import installed_flavours
 
 torch.set_num_threads(1)

@@ -211,7 +211,7 @@ def test_a_text_that_a_token_ended_is_a_prefix_like_any_other(make_device_engine
 
 @EAGER
 def test_nothing_stays_in_flight(make_device_engine, eager):
-    """A step whose sequences have all ended is still work until it was collected: before idle and before close."""
+    """A step whose sequences have all ended is still work, until it was collected: before idle and before close."""
     engine = make_device_engine(eager=eager)
     engine.model.scripted = {10: EOS}
     engine.add("r", range(4), max_tokens=50)
