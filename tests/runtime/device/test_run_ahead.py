@@ -123,7 +123,7 @@ def test_run_ahead_goes_on_while_others_end(make_device_engine, answers, eager):
 
 
 @EAGER
-def test_logits_stop_the_run_ahead_only_while_they_are_wanted(make_device_engine, answers, eager):
+def test_logits_stop_the_run_ahead_only_while_they_are_wanted(make_device_engine, answers, eager, caplog):
     """A request that reports log-probabilities holds the others up; when it has ended they run ahead again."""
     requests = [
         ([1, 2, 3], {"max_tokens": 50, "temperature": 3.0, "seed": 1, "ignore_eos": True}),
@@ -135,6 +135,7 @@ def test_logits_stop_the_run_ahead_only_while_they_are_wanted(make_device_engine
     assert answers(engine) == answers(serve(make_device_engine, requests, device=False, **limits))
     assert engine.device.num_wanted == 10 + 15
     assert engine.device.num_ahead == 50 - 16, "from the sixteenth step on"
+    assert not caplog.records, "nothing is tried that cannot be"
 
 
 @EAGER

@@ -98,6 +98,30 @@ def test_nothing_runs_ahead_of_suspects(run_three):
     assert sizes[-3:] == [1, 2, 3], "the failed step's halves, then all again"
 
 
+def test_nothing_runs_ahead_of_the_last_suspect(make_device_engine):
+    """It is alone in the engine by then, and yet has to show first that it is healthy."""
+    engine = make_device_engine()
+    submit = engine.device.submit
+    continued = []
+
+    def fail(step) -> None:
+        if 95 in step.input_ids.tolist():
+            raise EngineError("the device says no")
+
+    def observed(step):
+        continued.append(step.continues is not None)
+        return submit(step)
+
+    engine.executor.fail, engine.device.submit = fail, observed
+    engine.add("bad", [1, 2, 95], max_tokens=5)
+    engine.add("good", [1, 2, 3], max_tokens=5)
+    engine.run()
+    assert engine.finish("bad").message == "the device says no"
+    assert engine.tokens("good") == engine.expected("good", 5)
+    together, bad, good = [False, True], [False], [False]
+    assert continued == [*together, *bad, *good, False, True, True, True]
+
+
 @EAGER
 def test_a_step_that_is_refused_ahead_is_tried_in_its_turn(run_three, answers, eager):
     """A submission that fails while another step is in flight must not take that one with it."""

@@ -83,10 +83,16 @@ def test_decodes_are_timed_within_the_limits(max_num_seqs: int, sizes: list[int]
     assert all((step.slot_mapping == -1).all() for step in recorder.steps)
 
 
-def test_an_engine_without_an_executor_is_refused(tiny_repository: Path, tmp_path: Path) -> None:
-    """A GPU's engine must not be handed to the cpu's executor, which would speak of a graph it cannot read."""
+def test_an_engine_for_a_gpu_wants_a_driver(
+    tiny_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not be handed to the cpu's executor, which would speak of a graph it cannot read."""
     manifest = read_manifest(tiny_repository / "tiny" / "1")
     write_manifest(tmp_path, replace(manifest, host=replace(manifest.host, target="tensorrt_rtx")))
-    limits = EffectiveLimits(32, 1, 8, 16, 4, 1.0)
-    with pytest.raises(EngineError, match=r"built for tensorrt_rtx, and this version .* has no executor"):
-        load_core(tmp_path, limits, 1)
+
+    def no_driver() -> None:
+        raise EngineError("no NVIDIA driver")
+
+    monkeypatch.setattr("castline.plugins.tensorrt.cuda_driver.CudaDriver", no_driver)
+    with pytest.raises(EngineError, match="no NVIDIA driver"):
+        load_core(tmp_path, EffectiveLimits(32, 1, 8, 16, 4, 1.0), 1)

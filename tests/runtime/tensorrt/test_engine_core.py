@@ -6,6 +6,8 @@ real ones, and the model behind both engines reads its context from the KV pool.
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,10 @@ import pytest
 from fake_cuda.model import FakeModel
 from numpy.typing import NDArray
 
+from castline.engines.errors import EngineError
 from castline.plugins.contract import StepTensors
+from castline.plugins.tensorrt import cuda_driver
+from castline.runtime import startup
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.core import EngineCore
 from castline.runtime.events import FinishReason, SequenceEvent
@@ -21,6 +26,7 @@ from castline.runtime.request import Request
 from castline.runtime.sampler import Sampler
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.startup import warm_up_device
+from castline.runtime.tensorrt.executor import TensorRtExecutor
 
 EOS = 5
 MIXES: list[dict[str, Any]] = [
@@ -116,7 +122,7 @@ def make_clients(make_rig: Callable[..., Any]) -> Callable[..., tuple[Any, Clien
 def test_random_requests(make_clients: Callable[..., Any], seed: int, num_blocks: int) -> None:
     """Arrivals, aborts, ends, chunks, forks, hits and preemption, with rows drawn, fetched, or both in a step."""
     rng = random.Random(seed)
-    rig, device, plain = make_clients(num_blocks=num_blocks)
+    _, device, plain = make_clients(num_blocks=num_blocks)
     for number in range(60):
         prompt = [rng.randrange(4) for _ in range(rng.randint(1, 25))]
         options = {"temperature": 1.0, "seed": number, "max_tokens": rng.randint(5, 34), **rng.choice(MIXES)}
@@ -161,9 +167,49 @@ def test_a_steady_decode_runs_ahead(make_clients: Callable[..., Any], monkeypatc
     assert waiting.count(2) > 0.9 * len(waiting)
 
 
+@pytest.mark.parametrize("vocab_size", [97, 98])
+def test_a_core_is_loaded_with_its_executor(
+    make_rig: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, vocab_size: int
+) -> None:
+    """Bundle, limits and driver reach the executor, which is warmed up and serves; one of another model is closed."""
+    rig = make_rig()
+    model = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(EOS,))
+    host = SimpleNamespace(target="tensorrt_rtx")
+    manifest = SimpleNamespace(host=host, model=model, graph_file="model.plan", rebuild_command="castline build")
+    handed: list[Any] = []
+
+    def load(*arguments: Any) -> TensorRtExecutor:
+        handed.extend(arguments)
+        return rig.executor
+
+    monkeypatch.setattr(startup, "read_manifest", lambda bundle: manifest)
+    monkeypatch.setattr(cuda_driver, "CudaDriver", lambda: rig.driver)
+    monkeypatch.setattr(TensorRtExecutor, "load", load)
+    if vocab_size != rig.model.vocab_size:
+        with pytest.raises(EngineError, match=r"gives 97 logits a row, and engine\.json says vocab_size 98"):
+            startup.load_core(Path("bundle"), rig.limits, 1)
+        assert rig.driver.closed
+        return
+    core, executor = startup.load_core(Path("bundle"), rig.limits, 1)
+    assert handed == [Path("bundle"), manifest, rig.limits, rig.driver]
+    client = Client(core)
+    client.add(0, [1, 2, 3], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    for _ in range(5):
+        client.step()
+    assert core.has_work
+    (tokens, *_) = client.answers()["0", 0]
+    text = [1, 2, 3]
+    for token in tokens:
+        assert token == rig.next_token(text)
+        text.append(token)
+    assert len(tokens) == 5
+    core.close()
+    executor.close()
+
+
 def test_rows_of_nan_end_their_sequences(make_clients: Callable[..., Any]) -> None:
     """The step in flight goes on from a token that is none: nothing may be read by it, and the others are untouched."""
-    rig, device, plain = make_clients(FakeModel(broken=41))
+    _, device, plain = make_clients(FakeModel(broken=41))
     for client in (device, plain):
         for number in range(30):
             params = SamplingParams(temperature=1.0, seed=number, max_tokens=30, ignore_eos=True)
