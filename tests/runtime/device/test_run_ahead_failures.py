@@ -123,6 +123,36 @@ def test_nothing_runs_ahead_of_the_last_suspect(make_device_engine):
 
 
 @EAGER
+@pytest.mark.parametrize("aborted", [(0,), (1,), (0, 2)])
+def test_a_step_in_flight_that_fails_when_some_of_it_have_ended(make_device_engine, eager, aborted):
+    """Those that are left did not fail alone: whose fault it was is not known, and must be found out first."""
+    engine = make_device_engine(eager=eager, max_num_batched_tokens=64)
+    for place in range(3):
+        engine.add(f"r{place}", [place, 1, 2], max_tokens=20, ignore_eos=True)
+    for _ in range(6):
+        engine.step()
+    for place in aborted:
+        engine.core.abort(f"r{place}")
+    assert engine.device.num_in_flight == 1
+
+    def fail_once(step) -> None:
+        engine.executor.fail = None
+        raise EngineError("once")
+
+    if eager:  # it has run already: what it gave is replaced
+        (ticket,) = engine.device._outputs
+        engine.device._outputs[ticket] = EngineError("once")
+    else:
+        engine.executor.fail = fail_once
+    engine.run()
+    for place in range(3):
+        if place not in aborted:
+            assert engine.tokens(f"r{place}") == engine.expected(f"r{place}", 20)
+    engine.assert_forgotten()
+    assert not engine.device.faults
+
+
+@EAGER
 def test_a_step_that_is_refused_ahead_is_tried_in_its_turn(run_three, answers, eager):
     """A submission that fails while another step is in flight must not take that one with it."""
 
