@@ -9,7 +9,6 @@ the token before it, which its own step has made writable, or a new one.
 
 from collections.abc import Collection, Mapping
 
-from castline.engines.capacity import blocks_for
 from castline.runtime.kv_manager import KvManager
 from castline.runtime.lanes import Lane
 from castline.runtime.plan import ScheduledSequence, StepPlan
@@ -43,8 +42,7 @@ def look_ahead(
             following.append((seq, computed))
     if not following or (waiting and _may_admit(parts, following, running, waiting, kv)):
         return None
-    missing = sum(max(0, blocks_for(computed + 1, kv.block_size) - len(seq.block_ids)) for seq, computed in following)
-    if missing > kv.pool.num_free:
+    if sum(_is_full(seq, computed, kv) for seq, computed in following) > kv.pool.num_free:
         return None
     return StepPlan(tuple([_decode(seq, computed, kv) for seq, computed in following]))
 
@@ -66,6 +64,11 @@ def _may_admit(
 
 
 def _decode(seq: Sequence, computed: int, kv: KvManager) -> ScheduledSequence:
-    reserved = kv.reserve_more(seq, computed - seq.num_computed, 1)
-    assert reserved == 1, "blocks were counted before"
+    if _is_full(seq, computed, kv):
+        kv.reserve_more(seq, computed - seq.num_computed, 1)
     return ScheduledSequence(seq.seq_id, (UNKNOWN_TOKEN,), computed, tuple(seq.block_ids), samples=True)
+
+
+def _is_full(seq: Sequence, computed: int, kv: KvManager) -> bool:
+    """Its blocks end with those *computed* tokens."""
+    return computed == len(seq.block_ids) * kv.block_size
