@@ -18,9 +18,10 @@ class Line:
     def __init__(self, limits: EffectiveLimits) -> None:
         self.scheduler = Scheduler(limits, ())
 
-    def add(self, name: str, num_tokens: int, **params: int) -> None:
+    def add(self, name: str, num_tokens: int, salt: str | None = None, **params: int) -> None:
+        """Requests of the same *salt* share their prompts; without one, a request shares nothing."""
         prompt = tuple(range(num_tokens))
-        self.scheduler.add(Request(name, prompt, SamplingParams(**params), cache_salt=name))
+        self.scheduler.add(Request(name, prompt, SamplingParams(**params), cache_salt=salt or name))
 
     def commit(self, plan: StepPlan) -> None:
         self.scheduler.commit(plan, {part.seq_id: [7] for part in plan.scheduled if part.samples})
@@ -107,6 +108,18 @@ def test_continuations_are_not_kept_waiting(make_line):
     assert line.scheduler.look_ahead(first) is None
     line.commit(first)
     assert len(line.scheduler.schedule().scheduled) == 3
+
+
+def test_those_that_wait_for_a_prompt_are_not_kept_waiting(make_line):
+    """They start from its blocks when it has been computed: in the very next step."""
+    line = make_line(block_size=4)
+    for name in "ab":
+        line.add(name, 9, salt="shared", max_tokens=9)
+    first = line.scheduler.schedule()
+    assert len(first.scheduled) == 1
+    assert line.scheduler.look_ahead(first) is None
+    line.commit(first)
+    assert [part.start for part in line.scheduler.schedule().scheduled] == [9, 8]
 
 
 def test_a_pool_that_is_short_is_left_as_it_is(make_line):
