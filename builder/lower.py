@@ -22,13 +22,16 @@ from castline.plugins.contract import (
     DOMAIN,
     KV_DTYPE_CODES,
     KV_LENS,
+    LOGITS,
     LOGITS_INDICES,
+    LOGITS_MAXIMA,
     OPSET_VERSION,
     PAGED_ATTENTION,
     SLOT_MAPPING,
     AttentionAttributes,
     kv_pool_name,
 )
+from castline.plugins.linear import LINEAR, MAXIMA_BLOCK
 
 GRAPH_NAME = "model.onnx"
 WEIGHTS_NAME = "weights.bin"
@@ -72,12 +75,26 @@ def lower_cpu(
         for key in AttentionAttributes.__dataclass_fields__:
             value = getattr(facts, key)
             node.attributes.add(ir.AttrFloat32(key, value) if isinstance(value, float) else ir.AttrInt64(key, value))
+    add_maxima(model)
     rows = inputs.pop(LOGITS_INDICES)
     pools = [inputs.pop(name) for name in list(inputs) if name is not None and name.startswith("kv_pool.")]
     graph.inputs.clear()
     graph.inputs.extend([*inputs.values(), rows, *pools])
     model.opset_imports[DOMAIN] = OPSET_VERSION
     return model
+
+
+def add_maxima(model: ir.Model) -> None:
+    """Names the second output of the Linear that gives the logits, for the sampler. Other heads have none."""
+    logits = next(value for value in model.graph.outputs if value.name == LOGITS)
+    head = logits.producer()
+    if head is None or head.domain != DOMAIN or head.op_type != LINEAR or len(head.outputs) > 1:
+        return
+    head.resize_outputs(2)
+    maxima = head.outputs[1]
+    maxima.name, maxima.type = LOGITS_MAXIMA, ir.TensorType(ir.DataType.FLOAT)
+    maxima.shape = ir.Shape(["R", -(-int(attribute(head, "n")) // MAXIMA_BLOCK)])
+    model.graph.outputs.append(maxima)
 
 
 def _attributes(

@@ -27,6 +27,8 @@ KV_LENS: Final = "kv_lens"
 BLOCK_TABLE: Final = "block_table"
 LOGITS_INDICES: Final = "logits_indices"
 LOGITS: Final = "logits"
+LOGITS_MAXIMA: Final = "logits_maxima"
+"""Optional output, for the sampler: the largest logit of each block of castline.plugins.linear.MAXIMA_BLOCK tokens."""
 
 HEAD_DIM_STEP: Final = 8
 MAX_HEAD_DIM: Final = 256

@@ -4,9 +4,9 @@
 activation (gated or not) and a residual after. ``castline::Embedding`` reads rows of the same packed weights, so that a
 tied embedding is stored once.
 
-**Packed weights.** W [N, K] in *strips* of 16 output columns. K is padded with zeros to a multiple of 64 (K'), N to
-whole strips. One 64-byte line of a strip holds 16 columns by 8 (4-bit) or 4 (8-bit) elements of K, so that one register
-is the second operand of an integer dot product:
+**Packed weights.** W [N, K], K at most 65,536, in *strips* of 16 output columns. K is padded to a multiple of 64 (K'),
+where activations are zero, and N to whole strips. One 64-byte line of a strip holds 16 columns by 8 (4-bit) or 4
+(8-bit) elements of K, so that one register is the second operand of an integer dot product:
 
 - 4 bits: ``uint8 [strips, K'/8, 16, 4]``. Byte b of column c in line j holds elements 8j + b (low half) and
   8j + 4 + b (high half).
@@ -42,6 +42,7 @@ EMBEDDING: Final = "Embedding"
 STRIP: Final = 16
 """Output columns of a strip."""
 K_ALIGNMENT: Final = 64
+MAXIMA_BLOCK: Final = 64
 ACTIVATION_GROUP: Final = 32
 """Elements of K that share a scale in narrow kernels."""
 
@@ -87,7 +88,9 @@ class LinearAttributes:
     5   residual     [T, n]; may be absent
     ==  ===========  ========================================================================
 
-    Output: [T, n] float32. T may be 0. Shapes are checked: a wrong one is an error that names the tensor.
+    Outputs, both float32: y [T, n]; and, where the node names it, the largest of each `MAXIMA_BLOCK` columns of a row,
+    [T, ceil(n / MAXIMA_BLOCK)], with -infinity as the lowest finite number. Where a row holds a NaN or +infinity, one
+    of its maxima at least is NaN. T may be 0. Shapes are checked: a wrong one is an error that names the tensor.
     """
 
     k: int

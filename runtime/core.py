@@ -5,6 +5,9 @@ steps run nothing but suspects, without guesses, half of the failed set at a tim
 fails alone ends with FinishReason.ERROR; the others go on with the tokens that they would have had anyway. So a request
 that breaks a step costs its neighbours about 2 log2(batch) short steps, and a batch that fails only as a whole (memory)
 ends nobody.
+
+On a device that samples, a step may be in flight from one call of `step` to the next (castline.runtime.run_ahead). Each
+call still commits one step.
 """
 
 import logging
@@ -12,25 +15,26 @@ from collections.abc import Callable, Collection, Mapping
 from time import monotonic
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from castline.engines.errors import ErrorCode, RequestError
-from castline.plugins.contract import StepTensors
 from castline.runtime.admission import validate_fits
-from castline.runtime.batch import PromptRows, build_batch
+from castline.runtime.batch import PromptRows
 from castline.runtime.client import EffectiveLimits, Stats
+from castline.runtime.device_executor import DeviceExecutor
+from castline.runtime.device_runner import DeviceRunner
 from castline.runtime.events import Finish, FinishReason, SequenceEvent, TokenLogprobs
 from castline.runtime.executor import Executor
+from castline.runtime.host_runner import HostRunner
 from castline.runtime.lanes import LanePolicy
 from castline.runtime.plan import StepPlan
 from castline.runtime.request import Request
+from castline.runtime.run_ahead import RunAhead
 from castline.runtime.sampler_api import Sampler
 from castline.runtime.scheduler import Scheduler
 from castline.runtime.sequence import Sequence
 from castline.runtime.speculation import Speculation
 from castline.runtime.step_profile import NO_MARKS, Phase, StepMarks
-from castline.runtime.step_sampler import StepSamples, sample_step
+from castline.runtime.step_runner import SequenceSampler, StepRunner
+from castline.runtime.step_sampler import StepSamples
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ class EngineCore:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Executor | DeviceExecutor,
         limits: EffectiveLimits,
         eos_token_ids: Collection[int],
         sampler: Sampler,
@@ -49,14 +53,24 @@ class EngineCore:
         step_seconds: Mapping[int, float] | None = None,
         marks: StepMarks = NO_MARKS,
     ) -> None:
-        """*step_seconds* is what steps of so many tokens took at the warm-up, for the decision when guesses pay."""
+        """*step_seconds* is what steps of so many tokens took at the warm-up, for the decision when guesses pay.
+
+        A `DeviceExecutor` samples and runs ahead, and takes limits without guesses.
+        """
         self.limits = limits
-        self._speculation = Speculation(limits, step_seconds) if limits.max_drafts else None
-        self.scheduler = Scheduler(limits, eos_token_ids, policy=policy, speculation=self._speculation)
-        self._executor = executor
+        speculation = Speculation(limits, step_seconds) if limits.max_drafts else None
+        self.scheduler = Scheduler(limits, eos_token_ids, policy=policy, speculation=speculation)
         self._sampler = sampler
         self._clock = clock
         self._marks = marks
+        self._runner: StepRunner
+        sequences = SequenceSampler(sampler, self.scheduler)
+        if isinstance(executor, DeviceExecutor):
+            assert speculation is None, "a device that samples is given no guesses to check"
+            device = DeviceRunner(executor, sequences, limits.block_size, marks)
+            self._runner = RunAhead(device, self.scheduler, marks)
+        else:
+            self._runner = HostRunner(executor, sequences, limits.block_size, marks, clock, speculation)
         self._events: list[SequenceEvent] = []
         """Of sequences that ended between steps."""
         self._suspects: list[list[int]] = []
@@ -67,7 +81,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._events)
+        return self.scheduler.has_work or bool(self._events) or self._runner.in_flight
 
     def add_request(self, request: Request) -> None:
         """Queues a validated request, under an id that no live one has.
@@ -98,11 +112,17 @@ class EngineCore:
         self._expire()
         if self.scheduler.has_work:
             self._run()
+        else:
+            self._runner.drop()
         if not self.scheduler.has_work:
             self._fell_idle()
         events, self._events = self._events, []
         self._marks.mark(Phase.COMMIT)
         return events
+
+    def drain(self) -> None:
+        """Before the executor is closed: waits for a step that is in flight, and forgets it."""
+        self._runner.drop()
 
     def stats(self) -> Stats:
         counters, pool = self.scheduler.counters, self.scheduler.kv.pool
@@ -124,32 +144,29 @@ class EngineCore:
     # One step
 
     def _run(self) -> None:
-        plan = self._next_plan()
+        isolated = bool(self._suspects)
+        plan = self._runner.adopt() or self._next_plan()
         self._marks.scheduled(plan)
-        for group in self.scheduler.newly_admitted:
-            group.first_scheduled = self._clock()
         try:
-            batch = build_batch(plan, self.limits.block_size)
-            self._marks.mark(Phase.BATCH)
-            if plan.block_copies:
-                self._executor.copy_blocks(plan.block_copies)
-            logits = self._execute(batch.tensors)
-            self._marks.mark(Phase.EXECUTOR)
-            prompt_logprobs = [self._prompt_logprobs(rows, logits) for rows in batch.prompt_rows]
-            self._introduce(batch.sample_seq_ids)
-            samples = sample_step(self._sampler, batch, logits)
-            self._marks.mark(Phase.SAMPLE)
+            result = self._runner.run(plan, go_ahead=not isolated)
         except Exception as error:
             self.scheduler.rollback(plan)
             self._step_failed(plan, error)
             return
+        samples = result.samples
         for seq_id, cause in samples.broken.items():  # before the commit, which would make their blocks findable
             self._end_broken(self._sequence(seq_id), samples, _failed(cause.reasons[seq_id], cause.code))
-        for rows, logprobs in zip(batch.prompt_rows, prompt_logprobs, strict=True):
+        for rows, logprobs in result.prompt_logprobs:
             self._keep_prompt_logprobs(rows, logprobs)
         self._commit(plan, samples)
 
     def _next_plan(self) -> StepPlan:
+        plan = self._schedule()
+        for group in self.scheduler.newly_admitted:
+            group.first_scheduled = self._clock()
+        return plan
+
+    def _schedule(self) -> StepPlan:
         while self._suspects:
             plan = self.scheduler.schedule(only=set(self._suspects.pop()))
             if plan.scheduled:
@@ -158,30 +175,6 @@ class EngineCore:
         plan = self.scheduler.schedule()
         assert plan.scheduled, "there is work, yet nothing could be scheduled"
         return plan
-
-    def _execute(self, tensors: StepTensors) -> NDArray[np.float32]:
-        if self._speculation is None:
-            return self._executor.execute(tensors)
-        begin = self._clock()
-        logits = self._executor.execute(tensors)
-        self._speculation.costs.observe(len(tensors.input_ids), self._clock() - begin)
-        return logits
-
-    def _introduce(self, seq_ids: tuple[int, ...]) -> None:
-        """Tells the sampler of sequences that are about to get their first token."""
-        for seq_id in seq_ids:
-            seq = self._sequence(seq_id)
-            if not seq.in_sampler:
-                request = seq.group.request
-                self._sampler.add(seq_id, request.params, request.prompt_token_ids, seq.index)
-                seq.in_sampler = True
-
-    def _prompt_logprobs(self, rows: PromptRows, logits: NDArray[np.float32]) -> list[TokenLogprobs]:
-        """Log-probabilities of prompt tokens ``rows.start + 1 ..``, as far as these rows reach."""
-        request = self._sequence(rows.seq_id).group.request
-        following = request.prompt_token_ids[rows.start + 1 : rows.start + 1 + rows.num_rows]
-        part = logits[rows.first_row : rows.first_row + len(following)]
-        return self._sampler.prompt_logprobs(part, following, request.params.prompt_logprobs or 0)
 
     def _keep_prompt_logprobs(self, rows: PromptRows, logprobs: list[TokenLogprobs]) -> None:
         """A prompt that was preempted half way is computed again: what is known of it is kept."""
@@ -203,9 +196,9 @@ class EngineCore:
     # Endings and failures
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
-        seq_ids = [part.seq_id for part in plan.scheduled]
-        if len(seq_ids) > 1:
-            logger.warning("a step of %d sequences failed and is retried in parts: %s", len(seq_ids), error)
+        seq_ids = [part.seq_id for part in plan.scheduled if self.scheduler.get(part.seq_id) is not None]
+        if len(plan.scheduled) > 1:
+            logger.warning("a step of %d sequences failed and is retried in parts: %s", len(plan.scheduled), error)
             half = len(seq_ids) // 2
             self._suspects += [seq_ids[half:], seq_ids[:half]]
             return

@@ -27,6 +27,10 @@ class CpuExecutor:
         )
         self.vocab_size = self._session.vocab_size
 
+    @property
+    def maxima(self) -> NDArray[np.float32] | None:
+        return self._session.maxima
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self._session.copy_blocks(copies)
 

@@ -7,7 +7,7 @@ packs and answers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ class StepOutput:
     """[W, V]. Valid until the second `submit` from then on."""
 
 
+@runtime_checkable
 class DeviceExecutor(Protocol):
     """One engine on one device with its KV pool. Owned by one thread. Steps take effect in the order of submission."""
 

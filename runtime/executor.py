@@ -14,6 +14,11 @@ class Executor(Protocol):
 
     vocab_size: int
 
+    @property
+    def maxima(self) -> NDArray[np.float32] | None:
+        """`castline.plugins.contract.LOGITS_MAXIMA` [R, blocks] of the last step, valid as long as its logits."""
+        ...
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole KV blocks (source, destination) in every layer, in order."""
         ...

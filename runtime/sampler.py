@@ -8,6 +8,7 @@ that edit logits do so in place, at the few tokens they concern, and are undone;
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +20,12 @@ from castline.runtime.events import TokenLogprobs
 from castline.runtime.logits import LogitEdits
 from castline.runtime.logprobs import token_logprobs
 from castline.runtime.randomness import UniformStream
-from castline.runtime.sampler_api import BrokenLogits, SampleResult
+from castline.runtime.sampler_api import UNSOUND_LOGITS, BrokenLogits, SampleResult
 from castline.runtime.sampling_params import SamplingParams
 
 Logits = NDArray[np.float32]
-DrawRows = Callable[[Logits, NDArray[np.void]], NDArray[np.int64]]
-
+DrawRows = Callable[[Logits, NDArray[Any], Logits | None], NDArray[np.int64]]
+"""Logits, choices, maxima (`castline.plugins.cpu.sampling.draw_rows`)."""
 
 _MOST_BATCHES = 4
 
@@ -59,9 +60,10 @@ class _Batch:
         self.choices["min_p"] = [p.min_p for p in params]
         self._drawn_rows = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
 
-    def next_choices(self) -> NDArray[np.void]:
+    def next_choices(self, ahead: int = 0) -> NDArray[Any]:
+        """For the next token of each, or *ahead* tokens after it."""
         if self.drawn:
-            uniforms = [seq.uniforms.at(seq.num_generated) for seq in self.drawn]
+            uniforms = [seq.uniforms.at(seq.num_generated + ahead) for seq in self.drawn]
             self.choices["uniform"][self._drawn_rows] = uniforms
         return self.choices
 
@@ -108,26 +110,39 @@ class Sampler:
         if self._sequences.pop(seq_key, None) is not None:
             self._batches.clear()  # the key may come again
 
-    def sample(self, logits: Logits, seq_keys: Sequence[int]) -> SampleResult:
+    def sample(self, logits: Logits, seq_keys: Sequence[int], maxima: Logits | None = None) -> SampleResult:
         """Chooses and records the next token of each sequence from its row of *logits* [rows, vocabulary].
 
-        The logits are on return what they were. Raises BrokenLogits, having recorded nothing, if any row has no token
-        to choose.
+        *maxima* are those of the rows, where they are known. The logits are on return what they were.
+
+        Raises BrokenLogits, having recorded nothing, if any row has no token to choose.
         """
         assert logits.shape == (len(seq_keys), self._vocab_size), (logits.shape, len(seq_keys), self._vocab_size)
         batch = self._batch_of(tuple(seq_keys))
         if batch.edited:
             logits = logits if logits.flags.writeable else logits.copy()
             with _edited(logits, batch):
-                tokens = self._draw(logits, batch.next_choices())
+                tokens = self._draw(logits, batch.next_choices(), None)  # edits may have changed any maximum
         else:
-            tokens = self._draw(logits, batch.next_choices())
+            tokens = self._draw(logits, batch.next_choices(), maxima)
         token_ids = tokens.tolist()
         if NO_TOKEN in token_ids:
             raise _broken(logits, tokens, seq_keys)
         logprobs = _logprobs(logits, tokens, batch)
         batch.record(token_ids)
         return SampleResult(tokens, logprobs)
+
+    def wants_logits(self, seq_keys: Sequence[int], ahead: int = 0) -> list[int]:
+        """See `castline.runtime.sampler_api.Sampler`."""
+        batch = self._batch_of(tuple(seq_keys))
+        edited = [row for row, seq, edits in batch.edited if edits.active(seq.num_generated + ahead)]
+        return sorted({*edited, *batch.logprob_rows})
+
+    def choices(self, seq_keys: Sequence[int], ahead: int = 0) -> NDArray[Any]:
+        return self._batch_of(tuple(seq_keys)).next_choices(ahead)
+
+    def record(self, seq_keys: Sequence[int], token_ids: Sequence[int]) -> None:
+        self._batch_of(tuple(seq_keys)).record(token_ids)
 
     def _batch_of(self, seq_keys: tuple[int, ...]) -> _Batch:
         batch = self._batches.get(seq_keys)
@@ -168,8 +183,7 @@ def _broken(logits: Logits, tokens: NDArray[np.int64], seq_keys: Sequence[int]) 
     rows = np.flatnonzero(tokens == NO_TOKEN).tolist()
     unsound = [row for row in rows if not np.isfinite(logits[row].max())]
     if unsound:
-        reason = "the step gave NaN or infinite logits"
-        return BrokenLogits({seq_keys[row]: reason for row in unsound}, ErrorCode.ENGINE_FAILED)
+        return BrokenLogits({seq_keys[row]: UNSOUND_LOGITS for row in unsound}, ErrorCode.ENGINE_FAILED)
     reason = "logit_bias and min_tokens leave no token to choose"
     return BrokenLogits({seq_keys[row]: reason for row in rows}, ErrorCode.INVALID_VALUE)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from castline.engines.errors import EngineError, ErrorCode
 from castline.runtime.events import TokenLogprobs
 from castline.runtime.sampling_params import SamplingParams
+
+UNSOUND_LOGITS: Final = "the step gave NaN or infinite logits"
+"""Why a row that no option touches has no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,32 @@ class Sampler(Protocol):
 
     def remove(self, seq_key: int) -> None: ...
 
-    def sample(self, logits: NDArray[np.float32], seq_keys: Sequence[int]) -> SampleResult:
-        """One token a row of logits [R, V], recorded as generated. If it raises, nothing is recorded."""
+    def sample(
+        self, logits: NDArray[np.float32], seq_keys: Sequence[int], maxima: NDArray[np.float32] | None = None
+    ) -> SampleResult:
+        """One token a row of logits [R, V], recorded as generated. If it raises, nothing is recorded.
+
+        *maxima* are the rows' `castline.plugins.contract.LOGITS_MAXIMA`, where the executor gives them.
+        """
+        ...
+
+    def wants_logits(self, seq_keys: Sequence[int], ahead: int = 0) -> list[int]:
+        """Places in *seq_keys*, ascending, of the sequences whose token cannot be chosen by `choices` alone.
+
+        The token is the next one, or *ahead* tokens after it. An option that edits or reports logits stays as long as
+        its sequence, or ends with a number of tokens: a sequence that wants no logits never wants any again.
+        """
+        ...
+
+    def choices(self, seq_keys: Sequence[int], ahead: int = 0) -> NDArray[Any]:
+        """[R] of `castline.plugins.cpu.sampling.CHOICE`, with rows 0 .. R: what `sample` would choose that token by.
+
+        Records nothing. Valid until the next call.
+        """
+        ...
+
+    def record(self, seq_keys: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Their next tokens, which were chosen elsewhere by their `choices`."""
         ...
 
     def prompt_logprobs(

@@ -27,6 +27,7 @@ from castline.runtime.counters import Counters
 from castline.runtime.events import Finish, FinishReason
 from castline.runtime.kv_manager import KvManager
 from castline.runtime.lanes import Lane, LanePolicy
+from castline.runtime.look_ahead import look_ahead
 from castline.runtime.plan import ScheduledSequence, StepPlan
 from castline.runtime.request import Request
 from castline.runtime.sequence import Progress, Sequence, SequenceGroup, new_group
@@ -127,6 +128,10 @@ class Scheduler:
                 self._speculation.extend(self._plan, self._sequences, self.kv, self._budget)
         return StepPlan(tuple(self._plan), self.kv.block_copies, tuple(self._preempted))
 
+    def look_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after *plan*, which is being executed: see castline.runtime.look_ahead."""
+        return look_ahead(plan, self._sequences, self._running, self._waiting, self.kv)
+
     def commit(self, plan: StepPlan, sampled: Mapping[int, Tokens[int]]) -> list[Progress]:
         """Applies an executed plan: *sampled* has the new tokens by seq_id. Returns who got a token or ended.
 
@@ -165,10 +170,10 @@ class Scheduler:
         """
         self.kv.undo_copies()
         for part in plan.scheduled:
-            seq = self._sequences[part.seq_id]
-            self.kv.trim(seq)
-            if part.num_drafts and self._speculation is not None:
-                self._speculation.record(seq, part.num_drafts, 0)
+            if (seq := self._sequences.get(part.seq_id)) is not None:
+                self.kv.trim(seq)
+                if part.num_drafts and self._speculation is not None:
+                    self._speculation.record(seq, part.num_drafts, 0)
 
     def check(self) -> None:
         """Asserts, between steps, that blocks, tables and queues agree."""
@@ -244,15 +249,10 @@ class Scheduler:
         if count == 0:
             return 0
         start, end, num_tokens = seq.num_computed, seq.num_computed + count, seq.num_tokens
-        part = ScheduledSequence(
-            seq_id=seq.seq_id,
-            token_ids=tuple(seq.token_ids[start:end]),
-            start=start,
-            block_ids=tuple(seq.block_ids),
-            samples=end == num_tokens and num_tokens < seq.max_len,
-            all_logits=seq.group.wants_prompt_logprobs,
-        )
-        self._plan.append(part)
+        samples = end == num_tokens and num_tokens < seq.max_len
+        tokens, blocks = tuple(seq.token_ids[start:end]), tuple(seq.block_ids)
+        all_logits = seq.group.wants_prompt_logprobs
+        self._plan.append(ScheduledSequence(seq.seq_id, tokens, start, blocks, samples, all_logits))
         self._in_plan.add(seq.seq_id)
         self._budget -= count
         return count

@@ -34,16 +34,32 @@ class StepSamples:
     """Sequences that cannot have another token."""
 
 
-def sample_step(sampler: Sampler, batch: StepBatch, logits: Logits) -> StepSamples:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of logits [R, V], and their maxima [R, blocks] where the executor gives them."""
+
+    logits: Logits
+    maxima: Logits | None
+
+    def first(self, count: int) -> "Rows":
+        return Rows(self.logits[:count], None if self.maxima is None else self.maxima[:count])
+
+    def take(self, rows: Sequence[int]) -> "Rows":
+        """Without a copy for a single row, which is what a lone sequence has."""
+        index = slice(rows[0], rows[0] + 1) if len(rows) == 1 else rows
+        return Rows(self.logits[index], None if self.maxima is None else self.maxima[index])
+
+
+def sample_step(sampler: Sampler, batch: StepBatch, all_rows: Rows) -> StepSamples:
     """Raises what the sampler raises for the first token of each sequence, and then it has recorded nothing."""
     samples = StepSamples()
     seq_ids = list(batch.sample_seq_ids)
-    _sample(sampler, samples, logits[: len(seq_ids)], seq_ids)
+    sample_rows(sampler, samples, all_rows.first(len(seq_ids)), seq_ids)
     depth = 0
     while guesses := [guess for guess in batch.draft_rows if _is_right(guess, samples, depth)]:
         rows = [guess.first_row + depth for guess in guesses]
         try:
-            _sample(sampler, samples, _take(logits, rows), [guess.seq_id for guess in guesses])
+            sample_rows(sampler, samples, all_rows.take(rows), [guess.seq_id for guess in guesses])
         except Exception:
             # The tokens so far are recorded and right. What is wrong here shows again in a step that can be undone.
             _log.warning("a guess could not be checked", exc_info=True)
@@ -63,20 +79,17 @@ def _is_right(guess: DraftRows, samples: StepSamples, depth: int) -> bool:
     )
 
 
-def _take(logits: Logits, rows: Sequence[int]) -> Logits:
-    """Without a copy for a single row, which is what a lone sequence has."""
-    return logits[rows[0] : rows[0] + 1] if len(rows) == 1 else logits[rows]
-
-
-def _sample(sampler: Sampler, samples: StepSamples, logits: Logits, seq_ids: list[int]) -> None:
+def sample_rows(sampler: Sampler, samples: StepSamples, rows: Rows, seq_ids: list[int]) -> None:
     """One more token for each of *seq_ids*, from its row, but for those that cannot have one."""
     while seq_ids:
         try:
-            result = sampler.sample(logits, seq_ids)
+            result = sampler.sample(rows.logits, seq_ids, rows.maxima)
         except BrokenLogits as error:
             samples.broken |= dict.fromkeys(error.reasons, error)
             kept = [row for row, seq_id in enumerate(seq_ids) if seq_id not in error.reasons]
-            seq_ids, logits = [seq_ids[row] for row in kept], logits[kept]
+            if kept:
+                rows = rows.take(kept)
+            seq_ids = [seq_ids[row] for row in kept]
         else:
             _keep(samples, result, seq_ids)
             return

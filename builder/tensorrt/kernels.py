@@ -1,33 +1,21 @@
 """The GPU kernels of an engine: which its graph needs, compiled into the bundle. Needs Triton, and no GPU."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
 
 import onnx_ir as ir
 
 from castline.builder.passes.walk import attribute, ours
+from castline.builder.tensorrt.kernel_shapes import attention_kernels, sampling_kernels
 from castline.builder.tensorrt.lower import Activations
 from castline.engines.errors import BuildError
+from castline.engines.kernel_choices import kernel_choices
 from castline.plugins.contract import PAGED_ATTENTION, AttentionAttributes
-from castline.plugins.tensorrt.compile import Compiled, KernelCompiler, KernelShape, kernel_set
-from castline.plugins.tensorrt.kernel_set import KERNELS_DIRECTORY, KernelName, KernelSet, write_kernel_set
-
-ATTENTION_KERNELS: Final[tuple[KernelName, ...]] = ("rope_append", "decode", "decode_split", "decode_merge", "prefill")
-SHAPES: Final = (
-    KernelShape(),
-    KernelShape(tile=32),
-    KernelShape(tile=32, num_warps=8),
-    KernelShape(tile=16, num_warps=8, num_stages=1),
-    KernelShape(tile=16, queries=8, num_warps=8, num_stages=1),
-)
-"""Tried in order until one neither spills registers nor wants more shared memory than the GPU has."""
-SAMPLING_KERNELS: Final[tuple[KernelName, ...]] = ("greedy", "sample", "gather_inputs")
-SAMPLING_WARPS: Final = (8, 16, 4)
+from castline.plugins.tensorrt.compile import Compiled, KernelCompiler, kernel_set
+from castline.plugins.tensorrt.kernel_set import KERNELS_DIRECTORY, KernelSet, write_kernel_set
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +24,8 @@ class KernelTarget:
     activations: Activations
     vocab_size: int
     block_size: int
+    sku: str = ""
+    """Whose choices are taken (`castline.engines.kernel_choices`); empty takes what fits."""
 
 
 def node_attributes(model: ir.Model) -> list[AttentionAttributes]:
@@ -46,24 +36,27 @@ def node_attributes(model: ir.Model) -> list[AttentionAttributes]:
     ]
 
 
+def require_compiler() -> None:
+    """Raises BuildError where kernels cannot be compiled."""
+    if find_spec("triton") is None:
+        raise BuildError("kernels: Triton is not installed: pip install 'castline[build-gpu]'")
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        raise BuildError("kernels: TRITON_INTERPRET is set, so Triton interprets kernels: unset it to compile them")
+
+
 def compile_kernels(target: KernelTarget, attention: Sequence[AttentionAttributes], directory: Path) -> KernelSet:
     """Compiles what the nodes need, once for nodes that are alike, and the sampler's; writes them under *directory*.
 
     Raises BuildError naming the kernel that cannot be compiled.
     """
-    if find_spec("triton") is None:
-        raise BuildError("kernels: Triton is not installed: pip install 'castline[build-gpu]'")
-    if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        raise BuildError("kernels: TRITON_INTERPRET is set, so Triton interprets kernels: unset it to compile them")
+    require_compiler()
     major, minor = map(int, target.compute_capability.split("."))
     compiler = KernelCompiler((major, minor), target.activations)
+    choices = kernel_choices(target.sku)
     compiled: list[Compiled] = []
     for a in dict.fromkeys(replace(a, layer=0) for a in attention):
-        for name in ATTENTION_KERNELS:
-            compiled.append(_first_fitting(partial(_attention, compiler, a, name, shape) for shape in SHAPES))
-    for name in SAMPLING_KERNELS:
-        makers = (partial(_sampling, compiler, target, name, warps) for warps in SAMPLING_WARPS)
-        compiled.append(_first_fitting(makers))
+        compiled += attention_kernels(compiler, choices, a)
+    compiled += sampling_kernels(compiler, choices, target.vocab_size, target.block_size)
     home = directory / KERNELS_DIRECTORY
     home.mkdir(parents=True, exist_ok=True)
     for one in compiled:
@@ -71,23 +64,3 @@ def compile_kernels(target: KernelTarget, attention: Sequence[AttentionAttribute
     kernels = kernel_set(compiler.compute_capability, compiled)
     write_kernel_set(home, kernels)
     return kernels
-
-
-def _attention(compiler: KernelCompiler, a: AttentionAttributes, name: KernelName, shape: KernelShape) -> Compiled:
-    return next(compiler.attention(a, shape, (name,)))
-
-
-def _sampling(compiler: KernelCompiler, target: KernelTarget, name: KernelName, num_warps: int) -> Compiled:
-    return next(compiler.sampling(target.vocab_size, target.block_size, num_warps, (name,)))
-
-
-def _first_fitting(makers: Iterable[Callable[[], Compiled]]) -> Compiled:
-    """The first kernel that compiles; raises the BuildError of the last where none does."""
-    failure: BuildError | None = None
-    for make in makers:
-        try:
-            return make()
-        except BuildError as error:
-            failure = error
-    assert failure is not None
-    raise failure

@@ -27,7 +27,7 @@ from castline.builder.report import ReportFacts
 from castline.builder.tensorrt.calibrate import calibrate
 from castline.builder.tensorrt.kernels import KernelTarget, compile_kernels, node_attributes
 from castline.builder.tensorrt.lower import lower_tensorrt
-from castline.builder.tensorrt.matmuls import layer_matmuls
+from castline.builder.tensorrt.matmuls import e4m3_matmuls, layer_matmuls
 from castline.builder.tensorrt.plan_compiler import CompiledPlan, compile_plan
 from castline.builder.tensorrt.plan_request import PlanRequest
 from castline.builder.tensorrt.proof import proof_graph, proof_kv_dtype
@@ -124,13 +124,14 @@ def quantize(wanted: GpuBuild, checkpoint: Checkpoint, model: ir.Model, log: Bui
                 f"largest {max(absmax.values()):.3g}"
             )
     with log.stage("quantize") as stage:
-        matmuls = layer_matmuls(model)
+        matmuls = len(layer_matmuls(model))
+        e4m3 = [str(node.name) for node in e4m3_matmuls(model)] if recipe == "fp8" else []
         if recipe == "fp8":
             done = quantize_fp8(model, absmax, activations_of(recipe))
         else:
             done = quantize_int4(model, activations_of(recipe)) if recipe == "int4" else 0
-        stage.summary = f"recipe {recipe}: {done} of {len(matmuls)} matmuls in the layers below 16 bits"
-    return [str(node.name) for node in matmuls] if recipe == "fp8" else []
+        stage.summary = f"recipe {recipe}: {done} of {matmuls} matmuls in the layers below 16 bits"
+    return e4m3
 
 
 def lower(wanted: GpuBuild, model: ir.Model, log: BuildLog) -> None:
@@ -153,6 +154,7 @@ def build_kernels(wanted: GpuBuild, model: ir.Model, directory: Path, log: Build
         activations=activations_of(wanted.plan.recipe.name),
         vocab_size=wanted.plan.facts.vocab_size,
         block_size=wanted.block_size,
+        sku=wanted.target.sku.name,
     )
     with log.stage("kernels") as stage:
         kernels = compile_kernels(target, node_attributes(model), directory)
@@ -162,7 +164,8 @@ def build_kernels(wanted: GpuBuild, model: ir.Model, directory: Path, log: Build
             f"at most {most} registers, no spills"
         )
         for kernel in kernels.kernels:
-            log.detail(f"{kernel.cubin}: {kernel.registers} registers, {kernel.shared_bytes:,} bytes of shared memory")
+            log.detail(f"{kernel.cubin}: {kernel.registers} registers, {kernel.shared_bytes:,} bytes of shared memory; "
+                       f"shape: {kernel.chosen}")  # fmt: skip
     return kernels
 
 

@@ -1,5 +1,6 @@
 """Precision of the layers' matmuls: e4m3 weights and activations, or 4-bit weights, as QuantizeLinear and
-DequantizeLinear around the matmul. The output head, the embedding and the norms keep 16 bits.
+DequantizeLinear around the matmul. The output head, the embedding and the norms keep 16 bits, and with e4m3 the matmuls
+behind the last attention node (`e4m3_matmuls`).
 
 Scales are rounded to the activations' type before anything is divided by them, so that a weight is exactly its code
 times its scale. Weights are quantised when they are written, one tensor at a time.
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from castline.builder.passes.walk import add_constant, add_initializer, make, present, replace, sizes
 from castline.builder.passes.weights import remove_dead_code
-from castline.builder.tensorrt.matmuls import is_turned, layer_matmuls
+from castline.builder.tensorrt.matmuls import e4m3_matmuls, is_turned, layer_matmuls
 from castline.engines.errors import BuildError
 
 E4M3_MAX: Final = 448.0
@@ -28,14 +29,14 @@ HALF: Final[dict[str, Any]] = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
 def quantize_fp8(model: ir.Model, absmax: Mapping[str, float], activations: str) -> int:
-    """e4m3 for the matmuls of the layers, in place; the count is of matmuls.
+    """e4m3 for the matmuls of the layers (`e4m3_matmuls`), in place; the count is of matmuls.
 
     A weight has a scale for each output channel (one, and a power of two each), an activation one for all:
     *absmax* has the largest magnitude seen at the input of each matmul, by the name of its weight.
     """
     half = HALF[activations]
     quantised: dict[tuple[ir.Value, float], ir.Value] = {}
-    matmuls = layer_matmuls(model)
+    matmuls = e4m3_matmuls(model)
     for node in matmuls:
         x, weight = present(node.inputs[0]), present(node.inputs[1])
         if weight.name not in absmax:

@@ -14,7 +14,7 @@ from castline.engines.hashing import sha256_file
 from castline.engines.manifest import Plugin
 
 PLUGIN_NAME: Final = "castline_cpu"
-PLUGIN_VERSION: Final = "3"
+PLUGIN_VERSION: Final = "4"
 """Version of the node's contract and of the block layout; the pair of castline_plugin_version() in plugin.cpp."""
 MIN_ONNXRUNTIME: Final = (1, 23)
 

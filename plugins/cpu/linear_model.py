@@ -7,7 +7,15 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from castline.plugins.cpu.model_writer import FLOAT, FLOAT16, INT64, UINT8, ValueType, serialise_node
-from castline.plugins.linear import EMBEDDING, LINEAR, STRIP, EmbeddingAttributes, LinearAttributes, LinearFormat
+from castline.plugins.linear import (
+    EMBEDDING,
+    LINEAR,
+    MAXIMA_BLOCK,
+    STRIP,
+    EmbeddingAttributes,
+    LinearAttributes,
+    LinearFormat,
+)
 from castline.plugins.linear_packing import PackedWeight, strip_shape
 from castline.plugins.linear_reference import LinearInputs
 
@@ -15,8 +23,11 @@ X, WEIGHT, SCALES, NORM_WEIGHT, BIAS, RESIDUAL = "x", "weight", "scales", "norm_
 IDS: Final = "ids"
 
 
-def serialise_linear_model(attributes: LinearAttributes, *, bias: bool = False, residual: bool = False) -> bytes:
-    """A ModelProto whose graph is the one node; all its inputs are graph inputs, its output is ``output``."""
+def serialise_linear_model(
+    attributes: LinearAttributes, *, bias: bool = False, residual: bool = False, maxima: bool = False
+) -> bytes:
+    """A ModelProto whose graph is the one node; all its inputs are graph inputs, its outputs ``output`` and, with
+    *maxima*, ``output.1``."""
     a = attributes
     strips, strip_bytes, halves = _packed_shape(a.k, a.n, a.format, a.group, gated=bool(a.gated))
     types: dict[str, ValueType] = {
@@ -28,7 +39,8 @@ def serialise_linear_model(attributes: LinearAttributes, *, bias: bool = False, 
         RESIDUAL: (FLOAT, ("T", a.n)),
     }
     names = [X, WEIGHT, SCALES, NORM_WEIGHT if a.norm else "", BIAS if bias else "", RESIDUAL if residual else ""]
-    return serialise_node(LINEAR, asdict(a), names, types, ("T", a.n))
+    shapes = [("T", a.n), ("T", -(-a.n // MAXIMA_BLOCK))]
+    return serialise_node(LINEAR, asdict(a), names, types, *shapes[: 1 + maxima])
 
 
 def serialise_embedding_model(attributes: EmbeddingAttributes) -> bytes:

@@ -11,6 +11,7 @@ import numpy as np
 from castline.plugins.contract import DOMAIN, OPSET_VERSION
 
 OUTPUT: Final = "output"
+SECOND_OUTPUT: Final = "output.1"
 
 FLOAT, UINT8, INT32, INT64, FLOAT16 = 1, 2, 6, 7, 10
 """Element types."""
@@ -28,19 +29,22 @@ def serialise_node(
     attributes: Mapping[str, float],
     inputs: Sequence[str],
     types: Mapping[str, ValueType],
-    output_shape: Iterable[str | int],
+    *output_shapes: Iterable[str | int],
 ) -> bytes:
-    """A ModelProto whose graph is one castline node, with the float output ``output``.
+    """A ModelProto whose graph is one castline node, with the float outputs ``output`` and ``output.1``, as many as
+    there are shapes.
 
     *inputs* names the graph input of each node input, "" where the node has none; *types* may know more names.
     """
     node = [_string(1, name) for name in inputs]
-    node += [_string(2, OUTPUT), _string(3, op_type), _string(4, op_type)]
+    outputs = dict(zip((OUTPUT, SECOND_OUTPUT), output_shapes, strict=False))
+    node += [_string(2, name) for name in outputs]
+    node += [_string(3, op_type), _string(4, op_type)]
     node += [_message(5, _attribute(name, value)) for name, value in attributes.items()]
     node.append(_string(7, DOMAIN))
     graph = [_message(1, node), _string(2, op_type)]
     graph += [_message(11, _value_info(name, *types[name])) for name in inputs if name]
-    graph.append(_message(12, _value_info(OUTPUT, FLOAT, output_shape)))
+    graph += [_message(12, _value_info(name, FLOAT, shape)) for name, shape in outputs.items()]
     model = [_varint(1, _IR_VERSION), _message(7, graph)]
     for domain, version in (("", _ONNX_OPSET), (DOMAIN, OPSET_VERSION)):
         model.append(_message(8, [_string(1, domain), _varint(2, version)]))

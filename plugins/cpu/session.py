@@ -12,7 +12,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from castline.engines.errors import EngineError
-from castline.plugins.contract import LOGITS, StepTensors, kv_pool_name
+from castline.plugins.contract import LOGITS, LOGITS_MAXIMA, StepTensors, kv_pool_name
 from castline.plugins.cpu.library import active_isa, library_path
 from castline.plugins.cpu.operator_profile import OperatorRun, read_profile
 
@@ -45,6 +45,8 @@ class CpuSession:
 
     num_layers: int
     vocab_size: int
+    maxima: NDArray[np.float32] | None = None
+    """The last step's `LOGITS_MAXIMA` [R, blocks], valid as long as its logits; None where the graph has none."""
 
     def __init__(
         self, graph: Path | bytes, *, num_blocks: int, block_bytes: int, options: SessionOptions | None = None
@@ -61,7 +63,9 @@ class CpuSession:
         self._has_input = frozenset(inputs)
         self.pool = _allocate_pool(self.num_layers, num_blocks, block_bytes)
         self._binding = self._bind_pool()
-        self._logits = np.empty(0, np.float32)
+        self._logits = _Output(LOGITS, self.vocab_size)
+        num_maxima = _last_size(self._session, LOGITS_MAXIMA)
+        self._maxima = None if num_maxima is None else _Output(LOGITS_MAXIMA, num_maxima)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole KV blocks (source, destination) in every layer, in order."""
@@ -82,7 +86,10 @@ class CpuSession:
             if name in self._has_input:
                 feeds[name] = array = np.ascontiguousarray(array)
                 _bind_input(self._binding, name, array)
-        logits = self._bind_logits(len(tensors.logits_indices))
+        rows = len(tensors.logits_indices)
+        logits = self._logits.bind(self._binding, rows)
+        if self._maxima is not None:
+            self.maxima = self._maxima.bind(self._binding, rows)
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # onnxruntime's own types share no base but Exception
@@ -121,7 +128,7 @@ class CpuSession:
             self._session.end_profiling()
         self._binding = self._session = None
         self.pool = np.empty((0, 0, 0), np.uint8)
-        self._logits = np.empty(0, np.float32)
+        self._logits.free()
 
     def __enter__(self) -> "CpuSession":
         return self
@@ -136,13 +143,25 @@ class CpuSession:
             _bind_input(binding, kv_pool_name(layer), self.pool[layer])
         return binding
 
-    def _bind_logits(self, rows: int) -> NDArray[np.float32]:
-        size = rows * self.vocab_size
-        if size > self._logits.size or self._logits.size == 0:
-            self._logits = np.empty(max(size, self.vocab_size), np.float32)
-        view = self._logits[:size].reshape(rows, self.vocab_size)
-        self._binding.bind_output(LOGITS, "cpu", 0, np.float32, view.shape, self._logits.ctypes.data)
+
+class _Output:
+    """A float output [rows, width] of the graph, and memory for it that only grows."""
+
+    def __init__(self, name: str, width: int) -> None:
+        self.name = name
+        self.width = width
+        self._memory = np.empty(width, np.float32)
+
+    def bind(self, binding: Any, rows: int) -> NDArray[np.float32]:
+        """Where the next run writes it."""
+        if rows * self.width > self._memory.size:
+            self._memory = np.empty(rows * self.width, np.float32)
+        view = self._memory[: rows * self.width].reshape(rows, self.width)
+        binding.bind_output(self.name, "cpu", 0, np.float32, view.shape, self._memory.ctypes.data)
         return view
+
+    def free(self) -> None:
+        self._memory = np.empty(0, np.float32)
 
 
 def _bind_input(binding: Any, name: str, array: NDArray[Any]) -> None:
@@ -191,11 +210,16 @@ def _check_pool_inputs(inputs: Mapping[str, list[int | str]], block_bytes: int) 
 
 
 def _vocab_size(session: Any) -> int:
-    shapes = {o.name: o.shape for o in session.get_outputs()}
-    size = shapes.get(LOGITS, [None])[-1]
-    if not isinstance(size, int):
+    size = _last_size(session, LOGITS)
+    if size is None:
         raise EngineError(f"the graph has no output {LOGITS} [R, vocab_size] with a fixed vocab_size")
     return size
+
+
+def _last_size(session: Any, name: str) -> int | None:
+    """Fixed size of the last axis of an output, if there is such an output."""
+    size = {o.name: o.shape for o in session.get_outputs()}.get(name, [None])[-1]
+    return size if isinstance(size, int) else None
 
 
 def _allocate_pool(num_layers: int, num_blocks: int, block_bytes: int) -> NDArray[np.uint8]:

@@ -1,8 +1,8 @@
 """Compiles the kernels of an engine to cubins. Needs Triton, and no GPU and no driver.
 
 For each set of attention attributes in the graph there is one decode, one split decode and one prefill kernel, with the
-shape of work (`KernelShape`) that is best known for the GPU. Candidates are pruned by what the compiled cubin says: one
-that spills registers, or that wants more shared memory than the GPU has, is never timed.
+shape of work (`KernelShape`) that is best known for the GPU (`castline.engines.kernel_choices`). A kernel that spills
+registers, or that wants more shared memory than the GPU has, is refused.
 """
 
 import re
@@ -34,6 +34,10 @@ SHARED_BYTES: Final = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10, (9
 MAX_SPLITS: Final = 32
 SAMPLE_CHUNK: Final = 1024
 GATHER_WIDTH: Final = 128
+ALIGNED: Final = frozenset(("qkv", "cos", "sin", "q_weight", "k_weight", "pool", "q", "q_out", "out", "partial"))
+"""Tensors whose rows are loaded by vectors: their addresses are multiples of VECTOR_BYTES. Unless the compiler knows,
+it loads element by element, with twice the registers and no asynchronous copies."""
+VECTOR_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,34 @@ class KernelShape:
     """Tokens of a prefill tile."""
     num_warps: int = 4
     num_stages: int = 2
+    max_splits: int = MAX_SPLITS
+    """Most parts that `decode_merge` joins; a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
     spec: KernelSpec
     cubin: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What Triton compiles: a kernel with the types of its parameters and the values of its constants."""
+
+    name: KernelName
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    hints: dict[tuple[int], list[list[Any]]]
+    """Of alignment, by the parameter's place."""
+    shape: KernelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    entry: str
+    cubin: bytes
+    num_warps: int
+    shared_bytes: int
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -75,10 +101,13 @@ class KernelCompiler:
 
     def sampling(self, vocab_size: int, block_size: int, num_warps: int = 8, names: tuple[KernelName, ...] = (
         "greedy", "sample", "gather_inputs"
-    )) -> Iterator[Compiled]:  # fmt: skip
-        """The kernels that every engine has one of. Raises BuildError where one spills."""
+    ), chunk: int = SAMPLE_CHUNK) -> Iterator[Compiled]:  # fmt: skip
+        """The kernels that every engine has one of; *chunk* logits are looked at together, a power of two.
+
+        Raises BuildError where one spills.
+        """
         for name in names:
-            constants = {"vocab": vocab_size, "chunk": SAMPLE_CHUNK}
+            constants = {"vocab": vocab_size, "chunk": chunk}
             if name == "gather_inputs":
                 constants, num_warps = {"block_size": block_size, "width": GATHER_WIDTH}, 4
             yield self._compile(name, constants, KernelShape(num_warps=num_warps, num_stages=1))
@@ -87,7 +116,7 @@ class KernelCompiler:
         padded, group = power_of_two(a.head_dim, 16), a.num_heads // a.num_kv_heads
         heads = {"heads": a.num_heads, "dim": a.head_dim, "padded": padded}
         if name == "decode_merge":
-            return {**heads, "max_splits": MAX_SPLITS}
+            return {**heads, "max_splits": shape.max_splits}
         paged = {**heads, "kv_heads": a.num_kv_heads, "block_size": a.block_size, "kind": self._kind(a)}
         if name == "rope_append":
             full = power_of_two(a.num_heads * a.head_dim) if a.qk_norm == QkNorm.FULL else padded
@@ -108,41 +137,49 @@ class KernelCompiler:
         self, name: KernelName, constants: dict[str, Any], shape: KernelShape, key: str = "",
         attributes: AttentionAttributes | None = None,
     ) -> Compiled:  # fmt: skip
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource, compile
-
         function = kernel_function(name)
         types = self._pointer_types(attributes)
-        signature, arguments = {}, []
-        for parameter in function.arg_names:
+        signature, arguments, hints = {}, [], {}
+        for place, parameter in enumerate(function.arg_names):
             if parameter in constants:
                 signature[parameter] = "constexpr"
                 continue
             signature[parameter] = types.get(parameter, "i32")
             kind: ArgumentType = "pointer" if signature[parameter].startswith("*") else "i32"
-            arguments.append(Argument(parameter, kind))
-        major, minor = self.compute_capability
-        # RoPE rounds every product: the contract.
-        options = {
-            "num_warps": shape.num_warps,
-            "num_stages": shape.num_stages,
-            "enable_fp_fusion": name != "rope_append",
-        }
-        try:
-            source = ASTSource(fn=function, signature=signature, constexprs=constants)
-            kernel = compile(source, target=GPUTarget("cuda", major * 10 + minor, WARP), options=options)
-        except Exception as error:  # Triton's own types share no base but Exception
-            raise BuildError(f"kernel {name} for {major}.{minor}: {error}") from error
-        cubin = kernel.asm["cubin"]
+            alignment = VECTOR_BYTES if parameter in ALIGNED else 1
+            if alignment > 1:
+                hints[(place,)] = [["tt.divisibility", alignment]]
+            arguments.append(Argument(parameter, kind, alignment))
+        binary = self._assemble(Source(name, signature, constants, hints, shape))
+        cubin = binary.cubin
         usage = resource_usage(cubin)
-        self._check(name, usage, kernel.metadata.shared)
+        self._check(name, usage, binary.shared_bytes)
         file = f"{name}{'-' if key else ''}{key}.cubin"
         fixed = {k: v for k, v in constants.items() if isinstance(v, int | float | str)}
         return Compiled(
-            KernelSpec(name, kernel.metadata.name, file, tuple(arguments), fixed, shape.num_warps,
-                       kernel.metadata.shared, usage.registers, usage.spill_bytes, key),
+            KernelSpec(name, binary.entry, file, tuple(arguments), fixed, binary.num_warps, binary.shared_bytes,
+                       usage.registers, usage.spill_bytes, key),
             cubin,
         )  # fmt: skip
+
+    def _assemble(self, source: "Source") -> "Binary":
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile
+
+        major, minor = self.compute_capability
+        # RoPE rounds every product: the contract.
+        options = {
+            "num_warps": source.shape.num_warps,
+            "num_stages": source.shape.num_stages,
+            "enable_fp_fusion": source.name != "rope_append",
+        }
+        try:
+            tree = ASTSource(kernel_function(source.name), source.signature, source.constants, source.hints)
+            kernel = compile(tree, target=GPUTarget("cuda", major * 10 + minor, WARP), options=options)
+        except Exception as error:  # Triton's own types share no base but Exception
+            raise BuildError(f"kernel {source.name} for {major}.{minor}: {error}") from error
+        found = kernel.metadata
+        return Binary(found.name, kernel.asm["cubin"], found.num_warps, found.shared)
 
     def _pointer_types(self, a: AttentionAttributes | None) -> dict[str, str]:
         activations = f"*{self.activations}"

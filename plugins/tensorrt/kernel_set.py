@@ -54,6 +54,8 @@ class Argument:
 
     name: str
     type: ArgumentType
+    alignment: int = 1
+    """Bytes that an address must be a multiple of: the kernel loads that many at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class KernelSpec:
     spill_bytes: int
     attributes: str = ""
     """Key of the attention attributes it serves (`attributes_key`); empty for kernels that serve every layer."""
+    chosen: str = ""
+    """How its shape of work was chosen: "timed on DEVICE, DATE", or that it was not timed."""
 
     @property
     def threads(self) -> int:

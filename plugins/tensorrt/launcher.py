@@ -189,6 +189,12 @@ def _arguments(kernel: KernelSpec, values: Mapping[str, LaunchValue]) -> tuple[L
         raise EngineError(
             f"kernel {kernel.name} takes {', '.join(unknown)}, which this castline does not give it; rebuild the engine"
         )
+    for argument in kernel.arguments:
+        if argument.type == "pointer" and int(values[argument.name]) % argument.alignment:
+            raise EngineError(
+                f"kernel {kernel.name}: {argument.name} is at address {int(values[argument.name]):#x}, which is not a "
+                f"multiple of {argument.alignment}; allocate it by itself, or align its offset"
+            )
     return tuple(values[argument.name] for argument in kernel.arguments)
 
 

@@ -68,6 +68,8 @@ class Connection(asyncio.Protocol):
         self._ends_with_connection = False
         self.reusable = False
         """The last exchange ended cleanly, and the server has not closed the connection since."""
+        self.answered = False
+        """A byte of the answer to the last request has come."""
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once the connection is gone."""
 
@@ -76,7 +78,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._on_body = on_body
         self._done = asyncio.get_running_loop().create_future()
-        self.reusable = self._ends_with_connection = False
+        self.reusable = self.answered = self._ends_with_connection = False
         self._transport.write(request)
         try:
             return await self._done
@@ -94,6 +96,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        self.answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -146,9 +149,20 @@ class ConnectionPool:
     async def exchange(self, request: bytes, on_body: OnBody) -> int:
         """One request over an idle connection or a new one. Raises Disconnected, or OSError where none can be made.
 
-        A request that has been sent is never sent again: a server that fails must be seen to fail.
+        A request is sent again only where an idle connection turns out to have been closed meanwhile, on which the
+        server has seen nothing of it: llama.cpp's, for one, closes after every stream that it promised to keep alive.
+        Otherwise a server that fails must be seen to fail.
         """
-        connection = self._take_idle() or await self._connect()
+        idle = self._take_idle()
+        if idle is not None:
+            try:
+                return await self._exchange(idle, request, on_body)
+            except Disconnected:
+                if idle.answered:
+                    raise
+        return await self._exchange(await self._connect(), request, on_body)
+
+    async def _exchange(self, connection: Connection, request: bytes, on_body: OnBody) -> int:
         try:
             status = await connection.exchange(request, on_body)
         except BaseException:

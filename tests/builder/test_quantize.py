@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from castline.builder.linear_sites import NO_SURROUNDINGS, Surroundings, surroundings
-from castline.builder.lower import GRAPH_NAME, save_graph
+from castline.builder.lower import GRAPH_NAME, add_maxima, save_graph
 from castline.builder.quantize import matmul_shapes, quantize
 from castline.builder.recipes import (
     FALLBACK,
@@ -28,7 +28,7 @@ from castline.builder.recipes import (
 )
 from castline.engines.errors import BuildError
 from castline.plugins.cpu.session import SessionOptions, native_options
-from castline.plugins.linear import Activation
+from castline.plugins.linear import MAXIMA_BLOCK, Activation
 from castline.plugins.linear_packing import pack, unpack
 
 T, K, N = 6, 96, 40
@@ -224,6 +224,18 @@ def test_a_tied_embedding_reads_the_heads_bytes(kernel: MatmulKernel, tmp_path: 
     e = unpack(pack(WEIGHTS["e"], kernel.format, kernel.block), 48, K, kernel.format, kernel.block)
     hidden = np.maximum(e[IDS["ids"]] @ WEIGHTS["w"], 0) @ WEIGHTS["w2"]
     assert np.abs(found - np.tanh(hidden @ e.T)).max() < 0.05
+
+
+@pytest.mark.parametrize("last", ["logits = MatMul (x, w)", "y = MatMul (x, w) logits = Tanh (y)"])
+def test_the_head_gives_the_maxima_of_its_logits(last: str) -> None:
+    """Those of a matmul whose outputs are changed before they are logits would choose other tokens."""
+    model = graph(f"(float[T, {K}] x) => (float[T, {N}] logits) {{ {last} }}")
+    quantize(model, dict.fromkeys(matmul_shapes(model), LINEAR_W4DM))
+    for _ in range(2):  # the last of several calls holds
+        add_maxima(model)
+    outputs = [(value.name, tuple(value.shape)) for value in model.graph.outputs]
+    expected = [("logits_maxima", ("R", -(-N // MAXIMA_BLOCK)))] if "Tanh" not in last else []
+    assert outputs[1:] == expected
 
 
 def test_a_tied_embedding_under_a_batch_axis(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class Case:
     """Steps of some sequences over one pool: the reference and the kernels side by side."""
 
     attributes: AttentionAttributes
-    num_blocks: int = 24
+    num_blocks: int = 30
     table_width: int = 6
     kind: int | None = None
     """Of `elements`: None takes the hardware's for fp8."""
@@ -35,10 +35,11 @@ class Case:
         a = self.attributes
         self.random = np.random.default_rng(self.seed)
         self.reference = ReferencePool.zeros(a, self.num_blocks)
-        dtype = {KvDtypeCode.FP16: torch.float16, KvDtypeCode.FP8: torch.uint8}[KvDtypeCode(a.kv_dtype)]
+        types = {KvDtypeCode.FP16: torch.float16, KvDtypeCode.BF16: torch.bfloat16, KvDtypeCode.FP8: torch.uint8}
+        dtype = types[KvDtypeCode(a.kv_dtype)]
         self.pool = torch.zeros((self.num_blocks, 2, a.num_kv_heads, a.block_size, a.head_dim), dtype=dtype)
         if self.kind is None:
-            self.kind = 0 if a.kv_dtype == KvDtypeCode.FP16 else 1
+            self.kind = 1 if a.kv_dtype == KvDtypeCode.FP8 else 0
         self._fill()
         shape = (len(self.lengths), self.table_width)
         self.table = self.random.permutation(self.num_blocks)[: shape[0] * shape[1]].reshape(shape).astype(np.int32)

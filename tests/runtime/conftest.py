@@ -60,6 +60,7 @@ class ScriptedExecutor:
     """A KV pool of token ids by slot. Asserts the step contract, and the pool's content against ``truth`` if set."""
 
     vocab_size = VOCAB_SIZE
+    maxima = None
 
     def __init__(self, model: ScriptedModel, num_blocks: int, block_size: int) -> None:
         self.model = model
@@ -122,7 +123,7 @@ class ScriptedSampler:
     def remove(self, seq_key: int) -> None:
         del self.sequences[seq_key]
 
-    def sample(self, logits: np.ndarray, seq_keys: Sequence[int]) -> SampleResult:
+    def sample(self, logits: np.ndarray, seq_keys: Sequence[int], maxima: np.ndarray | None = None) -> SampleResult:
         assert logits.shape == (len(seq_keys), VOCAB_SIZE)
         best = zip(logits.argmax(axis=1).tolist(), seq_keys, strict=True)
         tokens = [shifted(token, self.sequences[key][1]) for token, key in best]
@@ -164,14 +165,19 @@ class Engine:
         limits: EffectiveLimits,
         sampler: Sampler | None = None,
         eos_token_ids: Collection[int] = (EOS,),
+        device: Callable[[ScriptedExecutor], Any] | None = None,
         **options: Any,
     ) -> None:
+        """*device* makes an executor that samples out of the scripted one, which is told when to compute."""
         self.limits = limits
         self.model = ScriptedModel()
         self.executor = ScriptedExecutor(self.model, limits.num_blocks, limits.block_size)
         self.sampler = ScriptedSampler() if sampler is None else sampler
         self.clock = FakeClock()
-        self.core = EngineCore(self.executor, limits, eos_token_ids, self.sampler, clock=self.clock, **options)
+        self.device = device(self.executor) if device else None
+        self.core = EngineCore(
+            self.device or self.executor, limits, eos_token_ids, self.sampler, clock=self.clock, **options
+        )
         self.plans: list[StepPlan] = []
         self.events: list[SequenceEvent] = []
         self.requests: dict[str, Request] = {}
@@ -200,7 +206,8 @@ class Engine:
             return [tokens[: part.start] + list(part.token_ids) for part, tokens in zip(parts, known, strict=True)]
 
         scheduler.schedule = observed
-        self.executor.truth = truth
+        if self.device is None:  # else the tokens of a step are not known when it is planned
+            self.executor.truth = truth
 
     def add(self, request_id: str, prompt: Sequence[int], **params: Any) -> Request:
         extra = {key: params.pop(key) for key in ("deadline", "cache_salt") if key in params}
@@ -261,7 +268,9 @@ class EngineFactory:
     """Limits of a small engine; override by keyword."""
 
     def __call__(self, **overrides: Any) -> Engine:
-        options = {key: overrides.pop(key) for key in ("policy", "sampler", "eos_token_ids") if key in overrides}
+        options = {
+            key: overrides.pop(key) for key in ("policy", "sampler", "eos_token_ids", "device") if key in overrides
+        }
         return Engine(limits(**overrides), **options)
 
 

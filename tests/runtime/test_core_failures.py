@@ -127,7 +127,7 @@ def test_a_sequence_with_broken_logits_ends_alone_and_its_blocks_are_not_found(m
     engine = make_engine(max_num_batched_tokens=64, block_size=4)
     sample = engine.sampler.sample
 
-    def sample_or_break(logits: np.ndarray, seq_keys):
+    def sample_or_break(logits: np.ndarray, seq_keys, maxima=None):
         broken = {key: "NaN" for key in seq_keys if engine.core.scheduler.get(key).group.request.request_id == "bad"}
         if broken:
             raise BrokenLogits(broken)

@@ -240,7 +240,7 @@ def test_logits_that_break_in_a_run_of_guesses_end_the_text_where_they_would_wit
         sample = engine.sampler.sample
         given: dict[int, int] = {}
 
-        def sample_or_break(logits: np.ndarray, seq_keys):
+        def sample_or_break(logits: np.ndarray, seq_keys, maxima=None):
             if broken := {key: "NaN" for key in seq_keys if given.get(key) == 22}:
                 raise BrokenLogits(broken)
             result = sample(logits, seq_keys)
@@ -275,7 +275,7 @@ def test_a_sampler_that_fails_on_a_guess_loses_no_token(make_engine):
     engine.model.memory = 1
     sample, calls, failed = engine.sampler.sample, 0, 0
 
-    def sample_or_fail(logits: np.ndarray, seq_keys):
+    def sample_or_fail(logits: np.ndarray, seq_keys, maxima=None):
         nonlocal calls, failed
         calls += 1
         first_of_step = len(engine.executor.num_tokens) > sample_or_fail.steps

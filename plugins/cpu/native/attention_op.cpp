@@ -84,7 +84,7 @@ OrtStatus* compute_step(const OrtApi* api, const Kernel& k, OrtKernelContext* co
   if (!problem.empty()) return invalid(api, k, problem);
 
   const int64_t width = static_cast<int64_t>(a.num_heads) * a.head_dim;
-  if (OrtStatus* status = make_output(api, context, {s.num_tokens, width}, &s.output)) return status;
+  if (OrtStatus* status = make_output(api, context, 0, {s.num_tokens, width}, &s.output)) return status;
   if (s.num_tokens == 0) return nullptr;
   if (OrtStatus* status = append_all(api, k, context, s)) return status;
   return attend_all(api, k, context, s);
@@ -92,7 +92,7 @@ OrtStatus* compute_step(const OrtApi* api, const Kernel& k, OrtKernelContext* co
 
 struct PagedAttention {
   static constexpr const char* kName = "PagedAttention";
-  static constexpr int kInputs = castline::kInputs;
+  static constexpr int kInputs = castline::kInputs, kOutputs = 1;
   using Kernel = castline::Kernel;
 
   static int input_type(int i) { return i < kKvPool ? ort::kFloat : i == kKvPool ? ort::kUint8 : ort::kInt32; }

@@ -1,6 +1,7 @@
 // What makes an OrtCustomOp of a definition: a struct with
 //
-//   kName, kInputs                          the operator's name and number of inputs; it has one float output
+//   kName, kInputs, kOutputs                the operator's name, its number of inputs and of float outputs, of which a
+//                                           node may leave out all but the first
 //   input_type(i), is_optional(i)           an ort::ElementType; whether the node may leave input i out
 //   Kernel                                  what a node keeps, made by
 //   create(api, info, Kernel*)              a status, nullptr where all is well
@@ -63,12 +64,12 @@ CustomOp make_custom_op(const OrtApi* api) {
   op.GetInputType = [](const OrtCustomOp*, size_t i) -> int { return Definition::input_type(static_cast<int>(i)); };
   op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return Definition::kInputs; };
   op.GetOutputType = [](const OrtCustomOp*, size_t) -> int { return ort::kFloat; };
-  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return Definition::kOutputs; };
   op.KernelDestroy = [](void* kernel) { delete static_cast<KernelOf<Definition>*>(kernel); };
   op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
     return Definition::is_optional(static_cast<int>(i)) ? ort::kOptional : ort::kRequired;
   };
-  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return ort::kRequired; };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t i) -> int { return i == 0 ? ort::kRequired : ort::kOptional; };
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
   op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
   op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };

@@ -37,7 +37,7 @@ void read_row(const LinearAttributes& a, const uint8_t* weight, const uint16_t* 
 
 struct Embedding {
   static constexpr const char* kName = "Embedding";
-  static constexpr int kInputs = 3;
+  static constexpr int kInputs = 3, kOutputs = 1;
   using Kernel = LinearAttributes;
 
   static int input_type(int i) { return i == 0 ? ort::kInt64 : i == 1 ? ort::kUint8 : ort::kFloat16; }
@@ -63,7 +63,7 @@ struct Embedding {
     }
     if (!problem.empty()) return invalid_argument(api, describe(a, problem));
     float* output = nullptr;
-    if (OrtStatus* status = make_output(api, context, {rows, a.k}, &output)) return status;
+    if (OrtStatus* status = make_output(api, context, 0, {rows, a.k}, &output)) return status;
     const auto* weight = static_cast<const uint8_t*>(in[1].data);
     const auto* scales = static_cast<const uint16_t*>(in[2].data);
     return for_each(api, context, rows, 4.0 * rows * a.k, [&](size_t i) {

@@ -10,6 +10,7 @@ namespace castline::CASTLINE_ISA {
 namespace {
 
 constexpr float kMasked = -INFINITY;
+constexpr int kFewRows = 8;  // of a decode, or of a chunk of a few tokens
 
 // The geometry of an item: its rows are (query, head of the group), its key limits those of all its queries together.
 struct Rows {

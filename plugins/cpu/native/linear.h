@@ -52,6 +52,7 @@ struct LinearStep {
   const float* bias;      // may be nullptr
   const float* residual;  // may be nullptr
   float* output;
+  float* maxima;  // [rows][blocks of kTokenBlock columns], or nullptr
 };
 
 // The kernels of one instruction set and one way of rounding activations (narrow or wide).

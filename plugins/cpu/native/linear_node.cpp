@@ -3,7 +3,7 @@
 namespace castline {
 namespace {
 
-constexpr int kMaxK = 1 << 24;  // sizes of a strip stay far from overflow
+constexpr int kMaxK = 1 << 16;  // sums of K products of a signed and an unsigned byte stay within 32 bits
 
 bool takes_group(LinearFormat format, int group) {
   return group == 32 || (group == 64 && format != kW4Dm) || (group == 0 && format == kW8);
@@ -78,6 +78,7 @@ OrtStatus* read_linear_step(const OrtApi* api, const OrtKernelContext* context, 
            floats(3),
            floats(4),
            floats(5),
+           nullptr,
            nullptr};
   return nullptr;
 }

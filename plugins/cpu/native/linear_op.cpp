@@ -9,6 +9,7 @@
 #include "linear_node.h"
 #include "operators.h"
 #include "parallel.h"
+#include "sampling.h"
 
 namespace castline {
 namespace {
@@ -16,6 +17,7 @@ namespace {
 struct LinearNode {
   LinearAttributes attributes;
   LinearChoice kernels;
+  const SamplingKernels* maxima;
 };
 
 // Rows from which matrix units beat the narrow kernels, where the node does not say. They take weights with a scale a
@@ -29,6 +31,7 @@ constexpr int64_t kRowStep = 64;
 constexpr int64_t kSelfPrepared = 4096;
 constexpr int kChunksPerWorker = 4;
 constexpr int64_t kUnitStep = 2;  // chunks are whole register tiles of strips
+constexpr int64_t kUnitsPerBlock = kTokenBlock / kStrip;  // and whole blocks of the maxima
 
 thread_local Buffer prepared_rows;  // of the thread that runs the step
 
@@ -57,10 +60,11 @@ double multiply_adds(const LinearAttributes& a, int64_t rows) {
 
 // The units of a step in chunks, a few for each thread, so that one that comes late costs little.
 struct Chunks {
-  explicit Chunks(const LinearAttributes& a) : units(castline::units(a)) {
+  Chunks(const LinearAttributes& a, bool with_maxima) : units(castline::units(a)) {
     const int64_t wanted = static_cast<int64_t>(kChunksPerWorker) * max_workers();
+    const int64_t step = with_maxima ? kUnitsPerBlock : kUnitStep;
     size = (units + wanted - 1) / wanted;
-    if (size > 1) size = (size + kUnitStep - 1) / kUnitStep * kUnitStep;
+    if (size > 1 || with_maxima) size = (size + step - 1) / step * step;
     count = (units + size - 1) / size;
   }
   int first(int64_t chunk) const { return static_cast<int>(chunk * size); }
@@ -69,10 +73,21 @@ struct Chunks {
   int64_t units, size, count;
 };
 
+// The maxima of the units first .. last, while these are in the cache of the thread that computed them.
+void find_maxima(const LinearAttributes& a, const LinearStep& s, const SamplingKernels& kernels, int first, int last) {
+  if (s.maxima == nullptr) return;
+  const int64_t blocks = (a.n + kTokenBlock - 1) / kTokenBlock, column = static_cast<int64_t>(first) * kStrip;
+  const int count = std::min(a.n, last * kStrip) - static_cast<int>(column);
+  for (int64_t row = 0; row < s.rows; ++row) {
+    kernels.block_maxima(s.output + row * a.n + column, count, s.maxima + row * blocks + column / kTokenBlock);
+  }
+}
+
 // One dispatch, in which each thread prepares all rows for itself.
-OrtStatus* run_few_rows(const OrtApi* api, const LinearAttributes& a, const LinearKernels& kernels,
+OrtStatus* run_few_rows(const OrtApi* api, const LinearNode& node, const LinearKernels& kernels,
                         const OrtKernelContext* context, const LinearStep& s) {
-  const Chunks chunks(a);
+  const LinearAttributes& a = node.attributes;
+  const Chunks chunks(a, s.maxima != nullptr);
   const size_t bytes = kernels.prepared_bytes(a, s.rows);
   const uint64_t step = ++last_step;
   std::atomic<bool> out_of_memory{false};
@@ -86,6 +101,7 @@ OrtStatus* run_few_rows(const OrtApi* api, const LinearAttributes& a, const Line
     if (own.step != step) kernels.prepare(a, s, 0, s.rows, prepared);
     own.step = step;
     kernels.compute(a, s, chunks.first(i), chunks.last(i), prepared);
+    find_maxima(a, s, *node.maxima, chunks.first(i), chunks.last(i));
   });
   if (status == nullptr && out_of_memory) throw std::bad_alloc();
   return status;
@@ -106,6 +122,7 @@ struct RowBlocks {
     part.x += first * a.k;
     part.output += first * a.n;
     if (part.residual != nullptr) part.residual += first * a.n;
+    if (part.maxima != nullptr) part.maxima += first * ((a.n + kTokenBlock - 1) / kTokenBlock);
     return part;
   }
 
@@ -113,8 +130,9 @@ struct RowBlocks {
   size_t bytes;  // prepared, of one block
 };
 
-OrtStatus* run_many_rows(const OrtApi* api, const LinearAttributes& a, const LinearKernels& kernels,
+OrtStatus* run_many_rows(const OrtApi* api, const LinearNode& node, const LinearKernels& kernels,
                          const OrtKernelContext* context, const LinearStep& s) {
+  const LinearAttributes& a = node.attributes;
   const RowBlocks blocks(a, kernels, s.rows);
   uint8_t* const prepared = prepared_rows.get<uint8_t>(blocks.bytes * blocks.count);
   if (prepared == nullptr) throw std::bad_alloc();
@@ -129,17 +147,19 @@ OrtStatus* run_many_rows(const OrtApi* api, const LinearAttributes& a, const Lin
     kernels.prepare(a, part, first, std::min(first + share, part.rows), prepared + block * blocks.bytes);
   });
   if (status != nullptr) return status;
-  const Chunks chunks(a);
+  const Chunks chunks(a, s.maxima != nullptr);
   return for_each(api, context, blocks.count * chunks.count, multiply_adds(a, s.rows), [&](size_t i) {
     const int64_t block = i / chunks.count, chunk = i % chunks.count;
-    kernels.compute(a, blocks.at(a, s, block), chunks.first(chunk), chunks.last(chunk),
-                    prepared + block * blocks.bytes);
+    const LinearStep part = blocks.at(a, s, block);
+    const int first = chunks.first(chunk), last = chunks.last(chunk);
+    kernels.compute(a, part, first, last, prepared + block * blocks.bytes);
+    find_maxima(a, part, *node.maxima, first, last);
   });
 }
 
 struct Linear {
   static constexpr const char* kName = "Linear";
-  static constexpr int kInputs = kLinearInputs;
+  static constexpr int kInputs = kLinearInputs, kOutputs = 2;
   using Kernel = LinearNode;
 
   static int input_type(int i) { return i == 1 ? ort::kUint8 : i == 2 ? ort::kFloat16 : ort::kFloat; }
@@ -148,7 +168,7 @@ struct Linear {
   static OrtStatus* create(const OrtApi* api, const OrtKernelInfo* info, LinearNode* node) {
     if (OrtStatus* status = read_linear_attributes(api, info, &node->attributes)) return status;
     std::string problem = check_attributes(node->attributes);
-    if (problem.empty()) select_linear_kernels(&node->kernels, &problem);
+    if (problem.empty() && select_linear_kernels(&node->kernels, &problem)) node->maxima = select_sampling();
     return problem.empty() ? nullptr : invalid_argument(api, describe(node->attributes, problem));
   }
 
@@ -158,11 +178,13 @@ struct Linear {
     std::string problem;
     if (OrtStatus* status = read_linear_step(api, context, a, &s, &problem)) return status;
     if (!problem.empty()) return invalid_argument(api, describe(a, problem));
-    if (OrtStatus* status = make_output(api, context, {s.rows, a.n}, &s.output)) return status;
+    if (OrtStatus* status = make_output(api, context, 0, {s.rows, a.n}, &s.output)) return status;
+    const int64_t blocks = (a.n + kTokenBlock - 1) / kTokenBlock;
+    if (OrtStatus* status = make_output(api, context, 1, {s.rows, blocks}, &s.maxima)) return status;
     if (s.rows == 0) return nullptr;
     const LinearKernels& kernels = kernels_for(node, s.rows);
     const auto run = s.rows * a.k <= kSelfPrepared ? run_few_rows : run_many_rows;
-    return run(api, a, kernels, context, s);
+    return run(api, node, kernels, context, s);
   }
 };
 

@@ -76,10 +76,12 @@ std::string check_shape(const char* name, const Tensor& tensor, std::initializer
   return fits ? "" : join(name, " has shape ", shape_text(tensor), ", wanted ", text, "]");
 }
 
-OrtStatus* make_output(const OrtApi* api, OrtKernelContext* context, std::initializer_list<int64_t> shape,
+OrtStatus* make_output(const OrtApi* api, OrtKernelContext* context, size_t index, std::initializer_list<int64_t> shape,
                        float** out) {
   OrtValue* value = nullptr;
-  if (OrtStatus* status = ort::output(api, context, 0, shape.begin(), shape.size(), &value)) return status;
+  if (OrtStatus* status = ort::output(api, context, index, shape.begin(), shape.size(), &value)) return status;
+  *out = nullptr;
+  if (value == nullptr) return nullptr;
   void* data = nullptr;
   OrtStatus* status = ort::mutable_data(api, value, &data);
   *out = static_cast<float*>(data);

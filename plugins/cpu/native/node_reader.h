@@ -55,7 +55,8 @@ OrtStatus* read_tensor(const OrtApi* api, const OrtKernelContext* context, int i
 // Empty where the tensor has the shape *wanted*, of which -1 matches any size; else what is wrong, after *name*.
 std::string check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> wanted);
 
-// The node's float output of a shape, and where its elements go.
-OrtStatus* make_output(const OrtApi* api, OrtKernelContext* context, std::initializer_list<int64_t> shape, float** out);
+// The node's float output *index* of a shape, and where its elements go: nullptr where the node leaves it out.
+OrtStatus* make_output(const OrtApi* api, OrtKernelContext* context, size_t index, std::initializer_list<int64_t> shape,
+                       float** out);
 
 }  // namespace castline

@@ -19,8 +19,8 @@ struct Partition {
   double cost = 0;  // multiply-adds of all items
 };
 
-// Fills *out*, reusing its memory. *item_rows*: rows of an item where a.query_tile is 0. *workers*: threads that may run
-// at once, a hint.
+// Fills *out*, reusing its memory. *item_rows*: rows of an item where a.query_tile is 0. *workers*: threads that may
+// run at once, a hint.
 void make_partition(const Attributes& a, const Step& s, int item_rows, int workers, Partition* out);
 
 }  // namespace castline

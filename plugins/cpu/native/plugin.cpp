@@ -8,7 +8,7 @@
 #define CASTLINE_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of the node's contract or of the block layout; castline.plugins.cpu.library holds its pair.
-CASTLINE_EXPORT const char* castline_plugin_version() { return "3"; }
+CASTLINE_EXPORT const char* castline_plugin_version() { return "4"; }
 
 CASTLINE_EXPORT const char* castline_available_isas() { return castline::available_isas().c_str(); }
 

@@ -21,14 +21,6 @@ extern const SamplingKernels kAvx2Sampling;
 extern const SamplingKernels kAvx512Sampling;
 #endif
 
-namespace {
-
-constexpr int kFirstHead = 64;
-constexpr int kLevels = 512;
-// Of the levels below a peak: what lies lower (a forbidden token is at -infinity) shares the last level.
-constexpr float kWidestRange = 1000.0f;
-constexpr float kNarrowestRange = 1e-30f;  // the levels of a smaller one would be too many for a float
-
 const SamplingKernels* select_sampling() {
   Isa selected;
   std::string error;
@@ -39,6 +31,14 @@ const SamplingKernels* select_sampling() {
 #endif
   return &kPortableSampling;
 }
+
+namespace {
+
+constexpr int kFirstHead = 64;
+constexpr int kLevels = 512;
+// Of the levels below a peak: what lies lower (a forbidden token is at -infinity) shares the last level.
+constexpr float kWidestRange = 1000.0f;
+constexpr float kNarrowestRange = 1e-30f;  // the levels of a smaller one would be too many for a float
 
 // Orders as (logit descending, id ascending) when sorted from the largest: the logit's bits made monotonic, then the id.
 uint64_t sort_key(float logit, int32_t id) {
@@ -89,14 +89,21 @@ float bound_of(const float* values, int count, int64_t wanted, float peak) {
 class Drawer {
  public:
   Drawer(const SamplingKernels* kernels, int vocab)
-      : kernels_(kernels), vocab_(vocab), blocks_((vocab + kTokenBlock - 1) / kTokenBlock) {
-    maxima_.resize(blocks_);
-  }
+      : kernels_(kernels), vocab_(vocab), blocks_((vocab + kTokenBlock - 1) / kTokenBlock) {}
 
-  // The token, or -1 where the row has none to choose: a NaN, a +infinity, or nothing above -infinity.
-  int32_t draw(const float* row, const Choice& choice) {
+  int blocks() const { return blocks_; }
+
+  // The token, or -1 where the row has none to choose: a NaN, a +infinity, or nothing above -infinity. *maxima* are the
+  // row's, or nullptr.
+  int32_t draw(const float* row, const float* maxima, const Choice& choice) {
     row_ = row;
-    peak_ = kernels_->block_maxima(row, vocab_, maxima_.data());
+    if (maxima == nullptr) {
+      own_maxima_.resize(blocks_);
+      kernels_->block_maxima(row, vocab_, own_maxima_.data());
+      maxima = own_maxima_.data();
+    }
+    maxima_ = maxima;
+    peak_ = kernels_->peak(maxima_, blocks_);
     if (!std::isfinite(peak_)) return -1;
     const int32_t best = first_best();
     if (best < 0 || choice.temperature == 0) return best;
@@ -108,7 +115,7 @@ class Drawer {
   int block_end(int block) const { return std::min(vocab_, (block + 1) * kTokenBlock); }
 
   int32_t first_best() const {
-    const auto block = static_cast<int>(std::find(maxima_.begin(), maxima_.end(), peak_) - maxima_.begin());
+    const auto block = static_cast<int>(std::find(maxima_, maxima_ + blocks_, peak_) - maxima_);
     const float* end = row_ + block_end(block);
     const float* at = std::find(row_ + block * kTokenBlock, end, peak_);
     return at == end ? -1 : static_cast<int32_t>(at - row_);  // all are -infinity, which the maxima show as -FLT_MAX
@@ -185,7 +192,7 @@ class Drawer {
   double find_head(const Choice& choice, int64_t width) {
     ids_.resize(vocab_ + 1);
     const bool few = width * 2 <= blocks_;
-    float bound = few ? bound_of(maxima_.data(), blocks_, width, peak_) : bound_of(row_, vocab_, width, peak_);
+    float bound = few ? bound_of(maxima_, blocks_, width, peak_) : bound_of(row_, vocab_, width, peak_);
     if (bound <= -FLT_MAX) bound = -INFINITY;  // the maxima show -infinity so
     int count = 0;
     for (int block = 0; block < blocks_; ++block) {
@@ -208,9 +215,9 @@ class Drawer {
 
   const SamplingKernels* kernels_;
   int vocab_, blocks_;
-  const float* row_ = nullptr;
+  const float *row_ = nullptr, *maxima_ = nullptr;
   float peak_ = 0;
-  std::vector<float> maxima_;
+  std::vector<float> own_maxima_;
   std::vector<double> weights_, head_weights_;
   std::vector<int32_t> ids_;
   std::vector<uint64_t> head_;
@@ -220,13 +227,18 @@ class Drawer {
 }  // namespace castline
 
 // Chooses tokens[i] from row choices[i].row of *logits*, a C-contiguous [.., vocab] array; -1 where that row has no token
-// to choose. Returns 0, or 1 where CASTLINE_ISA is refused.
-extern "C" __attribute__((visibility("default"))) int castline_draw(const float* logits, int64_t vocab, int64_t count,
+// to choose. *maxima* are block_maxima of each row, or nullptr. Returns 0, or 1 where CASTLINE_ISA is refused.
+extern "C" __attribute__((visibility("default"))) int castline_draw(const float* logits, const float* maxima,
+                                                                    int64_t vocab, int64_t count,
                                                                     const castline::Choice* choices, int64_t* tokens) {
   using namespace castline;
   const SamplingKernels* kernels = select_sampling();
   if (kernels == nullptr) return 1;
   Drawer drawer(kernels, static_cast<int>(vocab));
-  for (int64_t i = 0; i < count; ++i) tokens[i] = drawer.draw(logits + choices[i].row * vocab, choices[i]);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = choices[i].row;
+    const float* of_row = maxima == nullptr ? nullptr : maxima + row * drawer.blocks();
+    tokens[i] = drawer.draw(logits + row * vocab, of_row, choices[i]);
+  }
   return 0;
 }

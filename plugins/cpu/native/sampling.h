@@ -22,12 +22,18 @@ struct Choice {
 // The kernels of one instruction set.
 struct SamplingKernels {
   Isa isa;
-  // The largest logit of each block. Returns the largest of all: NaN where a logit is NaN or +infinity.
-  float (*block_maxima)(const float* row, int vocab, float* maxima);
+  // The largest of each block of *count* logits, of which the first begins a block. -infinity counts as -FLT_MAX; where
+  // one is NaN or +infinity, all maxima are NaN.
+  void (*block_maxima)(const float* logits, int count, float* maxima);
+  // The largest of a row's maxima: NaN where one is NaN.
+  float (*peak)(const float* maxima, int blocks);
   // The sum of exp((x - peak) * inverse_temperature) over each block; returns the sum of all.
   double (*block_weights)(const float* row, int vocab, float peak, float inverse_temperature, double* weights);
   // Appends the ids of *row*'s logits first .. last that are at least *bound* to *ids*; returns how many.
   int (*collect)(const float* row, int first, int last, float bound, int32_t* ids);
 };
+
+// Of the selected instruction set; nullptr where CASTLINE_ISA is refused.
+const SamplingKernels* select_sampling();
 
 }  // namespace castline

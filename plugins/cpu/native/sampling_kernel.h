@@ -19,36 +19,51 @@ CASTLINE_INLINE Vec load_part(const float* p, int count) {
   return load(lanes);
 }
 
-float block_maxima(const float* row, int vocab, float* maxima) {
+void block_maxima(const float* logits, int count, float* maxima) {
   constexpr int kChains = 4;  // sums that do not wait for each other
   Vec unsound[kChains];       // become NaN where x * 0 is not 0
   for (Vec& chain : unsound) chain = broadcast(0.0f);
-  float largest = -FLT_MAX;
   int block = 0;
-  for (; (block + 1) * kTokenBlock <= vocab; ++block) {
+  for (; (block + 1) * kTokenBlock <= count; ++block) {
     Vec top[kChains];
     for (Vec& chain : top) chain = broadcast(-FLT_MAX);
     for (int i = 0; i < kTokenBlock; i += kChains * kLanes) {
       for (int chain = 0; chain < kChains; ++chain) {
-        const Vec x = bounded_below(load(row + block * kTokenBlock + i + chain * kLanes));
+        const Vec x = bounded_below(load(logits + block * kTokenBlock + i + chain * kLanes));
         unsound[chain] = fma(x, broadcast(0.0f), unsound[chain]);
         top[chain] = max(top[chain], x);
       }
     }
     maxima[block] = reduce_max(max(max(top[0], top[1]), max(top[2], top[3])));
-    largest = maxima[block] > largest ? maxima[block] : largest;
   }
-  if (block * kTokenBlock < vocab) {
+  if (block * kTokenBlock < count) {
     maxima[block] = -FLT_MAX;
-    for (int i = block * kTokenBlock; i < vocab; i += kLanes) {
-      const Vec x = bounded_below(load_part(row + i, vocab - i));
+    for (int i = block * kTokenBlock; i < count; i += kLanes) {
+      const Vec x = bounded_below(load_part(logits + i, count - i));
       unsound[0] = fma(x, broadcast(0.0f), unsound[0]);
       const float top = reduce_max(x);
       maxima[block] = top > maxima[block] ? top : maxima[block];
     }
-    largest = maxima[block] > largest ? maxima[block] : largest;
+    ++block;
   }
-  return largest + reduce_add(add(add(unsound[0], unsound[1]), add(unsound[2], unsound[3])));
+  const float sound = reduce_add(add(add(unsound[0], unsound[1]), add(unsound[2], unsound[3])));
+  for (int i = 0; sound != 0.0f && i < block; ++i) maxima[i] = NAN;
+}
+
+float peak(const float* maxima, int blocks) {
+  Vec top = broadcast(-FLT_MAX), unsound = broadcast(0.0f);
+  int i = 0;
+  for (; i + kLanes <= blocks; i += kLanes) {
+    const Vec x = load(maxima + i);
+    unsound = fma(x, broadcast(0.0f), unsound);
+    top = max(top, x);
+  }
+  if (i < blocks) {
+    const Vec x = bounded_below(load_part(maxima + i, blocks - i));
+    unsound = fma(x, broadcast(0.0f), unsound);
+    top = max(top, x);
+  }
+  return reduce_max(top) + reduce_add(unsound);
 }
 
 double block_weights(const float* row, int vocab, float peak, float inverse_temperature, double* weights) {

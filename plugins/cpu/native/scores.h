@@ -49,7 +49,7 @@ CASTLINE_INLINE void load_beside(const uint8_t* p, Vec* out) {
 // scores[r * kKeyTile + i] = q[r].k[i] for Rows rows and Vectors * kLanes keys; *keys* is where those keys' first
 // dimension is, *stride* the bytes from one load's dimensions to the next's.
 template <KvDtype T, int Rows, int Vectors>
-void score_tile(const float* q, int dim, const uint8_t* keys, ptrdiff_t stride, float* scores) {
+CASTLINE_LOOP void score_tile(const float* q, int dim, const uint8_t* keys, ptrdiff_t stride, float* scores) {
   constexpr int kDims = side_by_side(T);
   Vec sum[Rows][Vectors];
   #pragma GCC unroll 8

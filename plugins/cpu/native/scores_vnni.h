@@ -1,8 +1,9 @@
 // Scores of int8 keys with AVX-512 VNNI: integer dot products of 16-bit queries.
 // Included by kernel.h only.
 //
-// A query row is integers of 16 bits (query_planes). VNNI multiplies unsigned by signed bytes, so the keys are biased by
-// 128 and 128 * sum(q) is taken off at the start. The int32 sums may wrap on the way; the result, below 2^31, is exact.
+// A query row is integers of 16 bits (query_planes). VNNI multiplies unsigned by signed bytes, so the keys are biased
+// by 128 and 128 * sum(q) is taken off at the start. The int32 sums may wrap on the way; the result, below 2^31, is
+// exact.
 #pragma once
 
 #include <immintrin.h>
@@ -41,7 +42,7 @@ float pack_query(const IntegerQueries& queries, int row, const float* q, float s
 CASTLINE_INLINE void add_dot(Int& sum, Int u, Int s) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(s)); }
 
 template <int Rows, int Vectors>
-void score_tile(const int32_t* q, const int32_t* start, int dim, const uint8_t* keys, ptrdiff_t stride,
+CASTLINE_LOOP void score_tile(const int32_t* q, const int32_t* start, int dim, const uint8_t* keys, ptrdiff_t stride,
                 float* scores) {
   const Int bias = _mm512_set1_epi8(static_cast<char>(0x80));
   Int high[Rows][Vectors], low[Rows][Vectors];

@@ -21,10 +21,12 @@
 #include "numeric.h"
 
 #define CASTLINE_INLINE inline __attribute__((always_inline))
+// For loops over a register tile: inlined into a larger function, their accumulators would be spilled.
+#define CASTLINE_LOOP __attribute__((noinline))
 
 namespace castline {
-// Weights below 2^kLeastExponent of the greatest are 0: they cannot change a sum of floats, and products of smaller ones
-// would be subnormal, which takes a processor a hundred cycles.
+// Weights below 2^kLeastExponent of the greatest are 0: they cannot change a sum of floats, and products of smaller
+// ones would be subnormal, which takes a processor a hundred cycles.
 constexpr float kLeastExponent = -64.0f;
 }  // namespace castline
 

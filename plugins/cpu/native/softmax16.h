@@ -18,8 +18,8 @@ struct RowSoftmax {
   float max, total;
 };
 
-// Keys [low, high) of the tile are the row's; groups first .. last hold all of them that are in the tile. read(g) is the
-// scores of group g; times *multiplier* they are in units of log(2). *cap* is the soft cap in the same units, or 0.
+// Keys [low, high) of the tile are the row's; groups first .. last hold all of them that are in the tile. read(g) is
+// the scores of group g; times *multiplier* they are in units of log(2). *cap* is the soft cap in the same units, or 0.
 // place(g) is where group g's scores may be kept meanwhile, and write(g, p) takes the weights of Groups groups.
 template <KvDtype T, int Groups, class Read, class Place, class Write>
 CASTLINE_INLINE RowSoftmax softmax_row(const KeyScales& scales, int low, int high, int first, int last,

@@ -226,13 +226,11 @@ void attend_strips(const TileStep& t, float* partial) {
 
 // --- one item --------------------------------------------------------------------------------------------------------
 
-// Up to this many rows integer dot products of vectors, whose bits are the same, are faster for int8.
-constexpr int kFewRows = 8;
-
 template <KvDtype T>
 void attend_with_tiles(const Attributes& a, const Step& s, const WorkItem& item, float* base, float* partial) {
   const Rows rows = rows_of(a, s, item);
   if constexpr (T == kInt8) {
+    // Integer dot products of vectors give the same bits, and are faster here.
     if (rows.count <= kFewRows) return attend_item<T>(a, s, item, base, partial);
   }
   TileScratch scratch;

@@ -1,9 +1,9 @@
-// Operands of the tile kernels: queries on the left, K and V of a key tile on the right. Included by tile_attend.h only.
+// Operands of the tile kernels: queries on the left, K and V of a key tile on the right. Included by kernel_amx.cpp.
 //
-// A right operand has one word of 32 bits for each column and step of the sum: the pool's own layout (layout.h), so K and
-// V are taken from the pool as they lie. Where they cannot be, they are copied to a panel first: fp8, which becomes bf16;
-// dimensions that do not fill a register (bf16: what lies beyond may be NaN); keys of V outside the tile's range, or in
-// blocks too small for a step.
+// A right operand has one word of 32 bits for each column and step of the sum: the pool's own layout (layout.h), so K
+// and V are taken from the pool as they lie. Where they cannot be, they are copied to a panel first: fp8, which becomes
+// bf16; dimensions that do not fill a register (bf16: what lies beyond may be NaN); keys of V outside the tile's range,
+// or in blocks too small for a step.
 #pragma once
 
 #include "softmax16.h"
@@ -27,7 +27,7 @@ constexpr int kSumPlanes = T == kInt8 ? 2 : 1;
 
 constexpr int round_up(int x, int step) { return (x + step - 1) / step * step; }
 
-// Right operands of one key tile. K: group g begins at k[g] and step s of the dimensions kDepth * k_stride bytes further.
+// Right operands of one key tile. K: group g begins at k[g], step s of the dimensions kDepth * k_stride bytes further.
 // V: step s of the keys begins at v[s], group j of the dimensions kTileBytes further.
 struct RightOperands {
   const uint8_t* k[kKeyTile / kGroup];
@@ -63,8 +63,8 @@ CASTLINE_INLINE Int bf16_of_fp8(__m256i bytes) {
 template <KvDtype T>
 constexpr int kPoolWord = T == kFp8 ? 2 : 4;
 
-// The first *words* words of *from*, in the pool's form, as words of an operand; zeros up to *padded*, a multiple of 16.
-// Of each word the bits *keep* are kept.
+// The first *words* words of *from*, in the pool's form, as words of an operand; zeros up to *padded*, a multiple of
+// 16. Of each word the bits *keep* are kept.
 template <KvDtype T>
 void copy_words(const uint8_t* from, int words, int padded, uint32_t keep, uint8_t* out) {
   int w = 0;

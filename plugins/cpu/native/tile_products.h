@@ -1,5 +1,5 @@
-// Products of one strip of rows with a key tile, in pieces, and the memory they are stored in. Included by tile_attend.h
-// only.
+// Products of one strip of rows with a key tile, in pieces, and the memory they are stored in. Included by
+// tile_attend.h only.
 #pragma once
 
 #include "tile_operands.h"
@@ -68,7 +68,7 @@ void score_piece(const uint8_t* queries, int steps, const RightOperands& right, 
   }
 }
 
-// Products of a piece of P.V over the steps first .. last of the keys; *offset* is where its groups of dimensions begin.
+// Products of a piece of P.V over the steps first .. last of the keys; *offset* is where its dimensions begin.
 template <KvDtype T, int Set>
 void value_piece(const uint8_t* weights, const RightOperands& right, ptrdiff_t offset, bool all_groups, int first,
                  int last) {

@@ -44,9 +44,9 @@ CASTLINE_INLINE void tile_product() {
   }
 }
 
-// The registers' shapes: sums and left operands of *rows* rows, operands of kDepth words in the direction that is summed.
-// The thread may have run, and may go on to run, another library's kernels with shapes of their own: shapes are set at
-// the start of every item and dropped at its end.
+// The registers' shapes: sums and left operands of *rows* rows, operands of kDepth words in the summed direction. The
+// thread may have run, and may go on to run, another library's kernels with shapes of their own: shapes are set at the
+// start of every item and dropped at its end.
 class TileShapes {
  public:
   explicit TileShapes(int rows) {

@@ -50,7 +50,7 @@ struct Accumulator {
 
 // Adds to out[r][dim .. dim + Vectors * kLanes] for Rows rows over the tile's keys.
 template <KvDtype T, int Rows, int Vectors>
-void value_tile(const TileBlocks& tile, int head_dim, int dim, const float* weights, float* out) {
+CASTLINE_LOOP void value_tile(const TileBlocks& tile, int head_dim, int dim, const float* weights, float* out) {
   Accumulator<T, Rows, Vectors> accumulator;
   #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {

@@ -1,4 +1,4 @@
-// The weighted sum of int8 V with AVX-512 VNNI: integer dot products of 16-bit weights, exact. Included by kernel.h only.
+// The weighted sum of int8 V with AVX-512 VNNI: integer dot products of 16-bit weights. Included by kernel.h only.
 //
 // VNNI multiplies unsigned weights by signed values, as they are. A sum of 256 products of 65535 and 127 is below 2^31.
 #pragma once
@@ -11,7 +11,8 @@ namespace {
 // out[r][dim ..] of Rows rows and Vectors * kLanes dimensions, the last vector up to head_dim, over the tile's keys.
 // *weights*: rows of [kKeyTile / kPlaneWidth][high, low][kPlaneWidth] bytes, kKeyTile * 4 bytes apart.
 template <int Rows, int Vectors>
-void integer_value_tile(const TileBlocks& tile, int head_dim, int dim, const uint8_t* weights, float* out) {
+CASTLINE_LOOP void integer_value_tile(const TileBlocks& tile, int head_dim, int dim, const uint8_t* weights,
+                                      float* out) {
   Int high[Rows][Vectors], low[Rows][Vectors];
   #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {

@@ -14,7 +14,7 @@ import pytest
 
 from castline.builder.tensorrt import plan_compiler
 from castline.builder.tensorrt.kernels import node_attributes
-from castline.builder.tensorrt.matmuls import layer_matmuls
+from castline.builder.tensorrt.matmuls import e4m3_matmuls, layer_matmuls
 from castline.builder.tensorrt.plan_compiler import compile_plan
 from castline.builder.tensorrt.plan_request import PlanRequest, profiles
 from castline.builder.tensorrt.weights import quantize_fp8, quantize_int4
@@ -29,12 +29,13 @@ def test_plan_builds_with_a_plugin_in_every_layer(
 
     From 8.9 on with e4m3 matmuls; before, with 4-bit weights."""
     model = fused("llama").copy()
-    names = [str(node.name) for node in layer_matmuls(model)]
+    names = [str(node.name) for node in e4m3_matmuls(model)]
     if capability in ("8.9", "12.0"):
         weights = [str(node.inputs[1].name) for node in layer_matmuls(model)]
         assert quantize_fp8(model, dict.fromkeys(weights, 3.0), "fp16") == len(names)
+        assert len(names) == 5
     else:
-        assert quantize_int4(model, "fp16") == len(names)
+        assert quantize_int4(model, "fp16") == 8
         names = []
     request = plan_of(tools.lowered(model), capability)
     plan = compile_plan(request, tools.attention(model), names, timeout_s=240)
@@ -47,7 +48,7 @@ def test_plan_builds_with_a_plugin_in_every_layer(
         # qkv, cos, sin, pool, slots, query starts, lengths, table; out, pool
         assert layer.types == ("Half", "Float", "Float", "Int8", *["Int32"] * 4, "Half", "Int8")
     weights_as = "FP8" if names else "Int4"
-    assert sum(weights_as in layer.types for layer in plan.layers) >= 2 * 8
+    assert sum(weights_as in layer.types for layer in plan.layers) >= 2 * (len(names) or 8)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])

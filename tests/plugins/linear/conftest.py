@@ -27,16 +27,22 @@ class LinearNode:
         *,
         bias=False,
         residual=False,
+        maxima=False,
         isa=None,
         threads=1,
     ):
         self.packed = packed
         with tools.isa(isa):
-            model = serialise_linear_model(attributes, bias=bias, residual=residual)
+            model = serialise_linear_model(attributes, bias=bias, residual=residual, maxima=maxima)
             self.session = tools.session(model, threads)
 
     def __call__(self, inputs: LinearInputs, **overrides: NDArray[np.generic]) -> Floats:
-        return self.session.run(None, dict(linear_feeds(inputs, self.packed)) | overrides)[0]
+        return self.outputs(inputs, **overrides)[0]
+
+    def outputs(self, inputs: LinearInputs, **overrides: NDArray[np.generic]) -> list[Floats]:
+        """With the maxima, where the node has them."""
+        outputs: list[Floats] = self.session.run(None, dict(linear_feeds(inputs, self.packed)) | overrides)
+        return outputs
 
 
 def random_weight(attributes: LinearAttributes, seed: int = 0) -> PackedWeight:

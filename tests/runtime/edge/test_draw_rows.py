@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from castline.engines.errors import EngineError
 from castline.plugins.cpu import sampling
 from castline.plugins.cpu.library import available_isas
+from castline.plugins.linear import MAXIMA_BLOCK
 from castline.runtime import draw as reference
 
 SPECIAL = (-np.inf, -3.4e38, -0.0, 0.0, 1e-45, 30.0)
@@ -56,6 +57,13 @@ def is_between(row: NDArray[np.float32], choice: Any, tokens: tuple[int, int]) -
     return bool(abs(border - target) < 1e-5 * cumulative[-1])
 
 
+def maxima_of(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """As an engine's head gives them."""
+    rows, vocab = logits.shape
+    padded = np.pad(logits, ((0, 0), (0, -vocab % MAXIMA_BLOCK)), constant_values=-np.inf)
+    return padded.reshape(rows, -1, MAXIMA_BLOCK).max(axis=2).clip(np.finfo(np.float32).min)
+
+
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -96,6 +104,22 @@ def test_a_broken_row_has_no_token(isa: str, bad: float, place: int) -> None:
         tokens = sampling.draw_rows(logits, choices)
         assert (tokens == sampling.NO_TOKEN).tolist() == [False, True, True, False]
         np.testing.assert_array_equal(tokens, reference.draw_rows(logits, choices))
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 1000, 5000])
+def test_known_maxima_change_nothing(isa: str, vocab: int) -> None:
+    """They are there to be read in place of the row; read as another row's, they would find another token."""
+    rng = np.random.default_rng(vocab)
+    logits = (rng.standard_normal((12, vocab)) * 4).astype(np.float32)
+    logits[rng.random((12, vocab)) < 0.2] = -np.inf
+    logits[3] = -np.inf
+    maxima = maxima_of(logits)
+    logits[5, vocab // 2] = np.nan
+    maxima[5, vocab // 2 // MAXIMA_BLOCK] = np.nan
+    choices = choices_of(12, rng)
+    expected = sampling.draw_rows(logits, choices)
+    np.testing.assert_array_equal(sampling.draw_rows(logits, choices, maxima), expected)
+    assert (expected[np.isin(choices["row"], [3, 5])] == sampling.NO_TOKEN).all()
 
 
 def test_rows_do_not_depend_on_their_neighbours(isa: str) -> None:

@@ -268,6 +268,8 @@ class ScriptedExecutor:
     While ``gate`` is set each step takes a permit from it. ``on_step`` may raise.
     """
 
+    maxima = None
+
     def __init__(self, vocab_size: int = VOCAB) -> None:
         self.vocab_size = vocab_size
         self.gate: Semaphore | None = None

@@ -141,7 +141,8 @@ def test_profiles_of_a_server(
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     slices = [check_trace(tmp_path / name) for name in names]
     assert [sum(event["name"] == "step" for event in part) for part in slices] == [5, 5, 5]
-    assert all("idle" in {event["name"] for event in part if event["parent"] is None} for part in slices)
+    # The engine waits for the first prompt; what starts the later recordings may arrive together with their prompts.
+    assert "idle" in {event["name"] for event in slices[0] if event["parent"] is None}
     output = capfd.readouterr().out
     assert output.count("phases of the engine loop") >= 3
     assert all(str(tmp_path / name) in output for name in names)

@@ -18,6 +18,7 @@ from castline.runtime.startup import load_core, time_decodes, warm_up
 
 class Recorder:
     vocab_size = 8
+    maxima = None
 
     def __init__(self) -> None:
         self.steps: list[StepTensors] = []

@@ -102,6 +102,19 @@ def test_an_answer_that_is_not_http() -> None:
     assert "not HTTP/1.1" in str(first)
 
 
+def test_a_server_that_breaks_its_promise_to_keep_the_connection() -> None:
+    """llama.cpp's server closes after every stream that it said it would keep alive: a third of its requests failed."""
+    assert run(3, CHUNKED, CHUNKED, CHUNKED, closes=(0, 1, 2)) == ([(200, b"ok")] * 3, 3)
+
+
+def test_a_server_that_fails_is_not_asked_twice() -> None:
+    """An answer that has begun is never asked for again, nor one on a connection that was made for it."""
+    (first, second), connections = run(2, KEPT, KEPT[:20], KEPT, closes=(1,))
+    assert first == (200, b"ok")
+    assert isinstance(second, Disconnected)
+    assert connections == 1
+
+
 def test_an_idle_connection_that_the_server_closed_is_replaced() -> None:
     """Servers close idle connections after seconds; at a low rate every request would otherwise fail."""
 
