@@ -21,7 +21,7 @@ class PlanTensor:
 
     is_input: bool
     dtype: str
-    """As NumPy calls it."""
+    """TensorRT's name of it in small letters: ``float``, ``int32``, ``int8``."""
     shape: tuple[int, ...]
     """Largest that the mixed profile takes; of an output as the plan has it, -1 where it varies."""
 

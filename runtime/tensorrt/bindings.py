@@ -49,6 +49,6 @@ def pool_shapes(engine: PlanEngine, num_layers: int, num_blocks: int) -> tuple[t
 def vocabulary(engine: PlanEngine) -> int:
     """Logits of a row. Raises EngineError for a plan that is not castline's."""
     logits = engine.tensors.get(LOGITS)
-    if logits is None or logits.is_input or logits.dtype not in ("float", "float32") or len(logits.shape) != 2:
+    if logits is None or logits.is_input or logits.dtype != "float" or len(logits.shape) != 2:
         raise EngineError(f"the plan has no output {LOGITS} of float32 rows; rebuild the engine")
     return logits.shape[1]

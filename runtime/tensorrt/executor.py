@@ -91,7 +91,7 @@ class TensorRtExecutor:
             self._input_bytes = max(layout.total for layout in largest.layouts)
             self._inputs = memory.allocate("a step's inputs", self._input_bytes)
             self._pinned = [memory.allocate_pinned("inputs", self._input_bytes) for _ in range(MAX_IN_FLIGHT)]
-            self._outputs = StepOutputs(driver, memory, largest.tokens, self.vocab_size)
+            self._outputs = StepOutputs(driver, memory, largest.tokens, largest.sequences, self.vocab_size)
             self._pools = self._allocate_pools()
             scratch = memory.allocate("activations", max(1, engine.scratch_bytes))
             self._sampler = DeviceSampler(launcher, self._outputs.logits, self._outputs.results, self._inputs)

@@ -19,7 +19,8 @@ from castline.runtime.tensorrt.step_rows import StepRows, runs
 
 NUM_SLOTS: Final = MAX_IN_FLIGHT + 1
 PINNED_LOGITS_BYTES: Final = 64 << 20
-"""Of each slot. Log-probabilities of a long prompt want more at once: those are waited for, piece by piece."""
+"""Of each slot at least, as far as a step has so many rows; a row for each sequence of a step fits always. Only the
+log-probabilities of long prompts want more at once: those are waited for, piece by piece."""
 RESULT_BYTES: Final = 2 * ITEM_BYTES
 """Of a drawn row: token and flag."""
 
@@ -42,14 +43,16 @@ class PendingOutput:
 
 
 class StepOutputs:
-    def __init__(self, driver: Driver, memory: DeviceMemory, max_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, driver: Driver, memory: DeviceMemory, max_rows: int, max_sequences: int, vocab_size: int
+    ) -> None:
         self.results = memory.allocate("tokens", max_rows * RESULT_BYTES)
         """Device address: tokens of the rows drawn last, and then their flags."""
         self.logits = memory.allocate("logits", max_rows * vocab_size * ITEM_BYTES)
         """Device address, float32 [max_rows, vocab_size]."""
         self._driver, self._vocab_size = driver, vocab_size
         self._row_bytes = vocab_size * ITEM_BYTES
-        self._pinned_rows = max(1, min(max_rows, PINNED_LOGITS_BYTES // self._row_bytes))
+        self._pinned_rows = min(max_rows, max(max_sequences, PINNED_LOGITS_BYTES // self._row_bytes))
         self._events = [memory.create_event() for _ in range(NUM_SLOTS)]
         self._tokens = [memory.allocate_pinned("tokens", max_rows * RESULT_BYTES) for _ in range(NUM_SLOTS)]
         size = self._pinned_rows * self._row_bytes
