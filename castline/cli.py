@@ -13,13 +13,14 @@ COMMANDS = {
     "plan": "Say what of a model fits on a GPU, and how fast it can be at most.",
     "run": "Serve an engine over gRPC and HTTP.",
     "profile": "Show where the time of a step goes.",
+    "tune-kernels": "Choose the shapes of the GPU kernels for a SKU.",
     "bench": "Load an OpenAI-compatible server and plot what it does.",
     "inspect": "Print what is inside an engine bundle.",
 }
 
 
 class LazyGroup(click.Group):
-    """Lists commands from COMMANDS; loads ``castline.commands.<name>.command`` only to run one."""
+    """Lists commands from COMMANDS; loads ``command`` of its module of castline.commands only to run one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -27,7 +28,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command = import_module(f"castline.commands.{name}").command
+        command = import_module(f"castline.commands.{name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 

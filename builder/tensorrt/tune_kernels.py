@@ -12,13 +12,14 @@ from typing import Final, Protocol
 
 import msgspec
 
-from castline.builder.tensorrt.kernel_shapes import shape_of
+from castline.builder.tensorrt.kernel_shapes import attention_kernels, shape_of
 from castline.engines.errors import BuildError
-from castline.engines.kernel_choices import NOT_TIMED, KernelChoice, KernelChoices
+from castline.engines.kernel_choices import NOT_TIMED, NOTHING_KNOWN, KernelChoice, KernelChoices, TunedKernel
 from castline.engines.sku import Sku
 from castline.plugins.contract import KV_DTYPE_CODES, AttentionAttributes
 from castline.plugins.tensorrt.candidates import Tuned, enough_splits, estimate
-from castline.plugins.tensorrt.compile import Compiled, KernelCompiler
+from castline.plugins.tensorrt.compile import Compiled, KernelCompiler, KernelShape
+from castline.plugins.tensorrt.kernel_set import KernelName
 
 HEAD_DIMS: Final = (64, 128)
 KV_DTYPES: Final = ("fp8", "fp16")
@@ -40,9 +41,9 @@ class Clock(Protocol):
     device_name: str
 
     def microseconds(
-        self, candidate: Candidate, attributes: AttentionAttributes | None, merge: Compiled | None
+        self, kernel: TunedKernel, compiled: Sequence[Compiled], attributes: AttentionAttributes | None
     ) -> float:
-        """Median of the kernel's own workload; *merge* joins the parts of a split decode."""
+        """Median of *kernel*'s own workload. *compiled* are all kernels of a node, or of the sampler."""
         ...
 
 
@@ -104,12 +105,18 @@ class KernelTuner:
     def _time(self, one: Candidate, tuned: Tuned) -> float:
         assert self.clock is not None
         attributes = plain_attributes(tuned)
-        merge = None
-        if tuned.kernel == "decode_split":
-            assert attributes is not None
-            shape = replace(shape_of(one.choice, attributes), num_warps=4)
-            merge = next(self._compiler.attention(attributes, shape, ("decode_merge",)))
-        return self.clock.microseconds(one, attributes, merge)
+        found: dict[KernelName, Compiled] = {tuned.kernel: one.compiled}
+        if attributes is not None:
+            others = {made.spec.name: made for made in self._others(attributes)}
+            if tuned.kernel == "decode_split":
+                shape = KernelShape(max_splits=one.choice.max_splits)
+                others["decode_merge"] = next(self._compiler.attention(attributes, shape, ("decode_merge",)))
+            found = {**others, **found}
+        return self.clock.microseconds(tuned.kernel, list(found.values()), attributes)
+
+    def _others(self, attributes: AttentionAttributes) -> list[Compiled]:
+        """The kernels that are not being timed: a node launches by what all of them say."""
+        return attention_kernels(self._compiler, NOTHING_KNOWN, attributes)
 
     def _serves_every_model(self, choice: KernelChoice, tuned: Tuned) -> bool:
         attributes = plain_attributes(tuned)

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,28 @@ def check_build(params: dict[str, Any]) -> None:
     given = {key: value for key, value in params.items() if key not in ("recipe", "sku", "verbose")}
     given |= {"tune": not given.pop("no_tune"), "verify": not given.pop("no_verify")}
     assert resolve_options(params["recipe"], params["sku"], given).name == params["recipe"].name
+
+
+def test_builds_for_gpus_have_their_compilers() -> None:
+    """Without Triton and TensorRT for RTX a build for a GPU stops at its kernels or before."""
+    runs = [step["run"] for step in ENGINES["jobs"]["build"]["steps"] if "pip install" in step.get("run", "")]
+    assert "${{ matrix.sku == 'cpu' && 'build' || 'build-gpu' }}" in "".join(runs)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(one.startswith("triton") for one in extras["build-gpu"])
+    assert any("build,rtx" in one for one in extras["build-gpu"])
+
+
+def test_the_chip_runs_its_own_checks() -> None:
+    """On a runner with a GPU the kernels are tuned before the build that takes their shapes, then checked; a script
+    that has moved would fail there alone."""
+    runs = [step.get("run", "") for step in GPU_JOB["steps"]]
+    tuned, built, checked = (
+        next(i for i, text in enumerate(runs) if word in text)
+        for word in ("castline tune-kernels", "castline build", "tests/gpu/run.py")
+    )
+    assert tuned < built < checked
+    for path in re.findall(r"python (tests/\S+)", "\n".join(runs)):
+        assert (ROOT / path).is_file(), path
 
 
 def test_a_runner_is_chosen_by_its_gpu() -> None:

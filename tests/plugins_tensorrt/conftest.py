@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from castline.plugins.contract import AttentionAttributes, KvDtypeCode, QkNorm
-from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention, round_trip
+from castline.plugins.attention_case import AttentionCase
+from castline.plugins.contract import AttentionAttributes, KvDtypeCode
+from castline.plugins.reference import AttentionInputs
 
 torch.set_num_threads(1)
 
@@ -33,68 +34,25 @@ class Case:
 
     def __post_init__(self) -> None:
         a = self.attributes
-        self.random = np.random.default_rng(self.seed)
-        self.reference = ReferencePool.zeros(a, self.num_blocks)
-        types = {KvDtypeCode.FP16: torch.float16, KvDtypeCode.BF16: torch.bfloat16, KvDtypeCode.FP8: torch.uint8}
-        dtype = types[KvDtypeCode(a.kv_dtype)]
-        self.pool = torch.zeros((self.num_blocks, 2, a.num_kv_heads, a.block_size, a.head_dim), dtype=dtype)
+        self.made = AttentionCase(a, self.num_blocks, self.table_width, self.lengths, self.seed)
+        bits = torch.from_numpy(self.made.pool())
+        self.pool = bits.view(torch.bfloat16) if a.kv_dtype == KvDtypeCode.BF16 else bits
         if self.kind is None:
             self.kind = 1 if a.kv_dtype == KvDtypeCode.FP8 else 0
-        self._fill()
-        shape = (len(self.lengths), self.table_width)
-        self.table = self.random.permutation(self.num_blocks)[: shape[0] * shape[1]].reshape(shape).astype(np.int32)
-        width = a.head_dim if a.qk_norm == QkNorm.PER_HEAD else a.num_heads * a.head_dim
-        k_width = a.head_dim if a.qk_norm == QkNorm.PER_HEAD else a.num_kv_heads * a.head_dim
-        self.q_weight = self.random.uniform(0.5, 1.5, width).astype(np.float32)
-        self.k_weight = self.random.uniform(0.5, 1.5, k_width).astype(np.float32)
-
-    def _fill(self) -> None:
-        """Random keys and values in every slot: a case may begin with long sequences at no cost."""
-        a = self.attributes
-        shape = (2, self.num_blocks * a.block_size, a.num_kv_heads, a.head_dim)
-        values = round_trip(self.random.standard_normal(shape).astype(np.float32), a.kv_dtype)
-        self.reference.k[:], self.reference.v[:] = values
-        blocks = torch.from_numpy(values).reshape(2, self.num_blocks, a.block_size, a.num_kv_heads, a.head_dim)
-        blocks = blocks.permute(1, 0, 3, 2, 4)
-        if self.pool.dtype == torch.uint8:
-            self.pool.copy_(blocks.to(torch.float8_e4m3fn).view(torch.uint8))
-        else:
-            self.pool.copy_(blocks)
 
     def step(self, query_lens: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(expected, found) outputs [T, heads * dim] of a step that adds *query_lens* tokens to the sequences."""
         inputs = self._inputs(query_lens)
-        return paged_attention(self.attributes, inputs, self.reference), self._run(inputs)
+        return self.made.expected(inputs), self._run(inputs)
 
     def stored(self) -> tuple[np.ndarray, np.ndarray]:
         """(expected, found) contents of the pool, [2, slots, kv_heads, dim] as floats."""
-        a = self.attributes
-        pool = self.pool.view(torch.float8_e4m3fn) if self.pool.dtype == torch.uint8 else self.pool
-        found = pool.float().permute(1, 0, 3, 2, 4).reshape(2, -1, a.num_kv_heads, a.head_dim).numpy()
-        return np.stack([self.reference.k, self.reference.v]), found
+        reference = self.made.reference
+        bits = self.pool.view(torch.uint16) if self.pool.dtype == torch.bfloat16 else self.pool
+        return np.stack([reference.k, reference.v]), self.made.slots_of(bits.numpy())
 
     def _inputs(self, query_lens: list[int]) -> AttentionInputs:
-        a = self.attributes
-        positions = [np.arange(n, n + q) for n, q in zip(self.lengths, query_lens, strict=True)]
-        self.lengths = [n + q for n, q in zip(self.lengths, query_lens, strict=True)]
-        packed = np.concatenate(positions).astype(np.int64)
-        owner = np.repeat(np.arange(len(query_lens)), query_lens)
-        slots = self.table[owner, packed // a.block_size] * a.block_size + packed % a.block_size
-        angles = packed[:, None] / 100.0 ** (np.arange(max(a.rotary_dim // 2, 1)) / max(a.rotary_dim // 2, 1))
-        width = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-        qkv = self.random.standard_normal((len(packed), width)).astype(np.float16).astype(np.float32)
-        norm = a.qk_norm != QkNorm.NONE
-        return AttentionInputs(
-            qkv=qkv,
-            slot_mapping=slots.astype(np.int32),
-            cu_query_lens=np.cumsum([0, *query_lens]).astype(np.int32),
-            kv_lens=np.array(self.lengths, np.int32),
-            block_table=self.table,
-            cos=np.cos(angles).astype(np.float32) if a.rotary_dim else None,
-            sin=np.sin(angles).astype(np.float32) if a.rotary_dim else None,
-            q_norm_weight=self.q_weight if norm else None,
-            k_norm_weight=self.k_weight if norm else None,
-        )
+        return self.made.inputs(query_lens)
 
     def _run(self, inputs: AttentionInputs) -> np.ndarray:
         from castline.plugins.tensorrt.kernels.decode import decode, decode_merge, decode_split

@@ -23,7 +23,16 @@ KV_DTYPES = (KvDtypeCode.FP8, KvDtypeCode.FP16, KvDtypeCode.BF16)
 BLOCK_SIZES = (16, 32, 64)
 HEAD_DIMS = (64, 128, 96, 256)
 GROUPS = (1, 3, 4, 8)
-CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1")
+SKUS = {
+    "8.0": "a100-40",
+    "8.6": "a10",
+    "8.9": "rtx4090",
+    "9.0": "h100-sxm",
+    "10.0": "b200",
+    "12.0": "rtx5090",
+    "12.1": "",
+}
+"""Whose known shapes are taken for a compute capability."""
 VOCABULARY = {"fp16": 49_152, "bf16": 262_144}
 
 
@@ -66,7 +75,8 @@ def everything() -> Iterator[Variant]:
 def compiled(capability: str, variants: list[Variant]) -> Iterator[dict[str, object]]:
     """For each variant its kernels, or the error that it ended with."""
     for variant in variants:
-        target = KernelTarget(capability, variant.activations, VOCABULARY[variant.activations], variant.block_size)  # type: ignore[arg-type]
+        vocabulary = VOCABULARY[variant.activations]
+        target = KernelTarget(capability, variant.activations, vocabulary, variant.block_size, SKUS[capability])  # type: ignore[arg-type]
         with tempfile.TemporaryDirectory(prefix="castline-kernels-") as directory:
             try:
                 kernels = compile_kernels(target, [variant.attributes()], Path(directory)).kernels
@@ -87,7 +97,7 @@ def compiled(capability: str, variants: list[Variant]) -> Iterator[dict[str, obj
 
 def main() -> None:
     capability, rest = sys.argv[1], sys.argv[2:]
-    variants = list(everything() if "--all" in rest else covering(CAPABILITIES.index(capability)))
+    variants = list(everything() if "--all" in rest else covering(list(SKUS).index(capability)))
     for line in compiled(capability, variants):
         print(json.dumps(line), flush=True)
 

@@ -118,7 +118,8 @@ def test_whole_plan_builds(
     wanted = demo.build(sku, recipe=recipe)
     lowered = demo.lowered(wanted)
     capability = wanted.target.sku.compute_capability
-    target = KernelTarget(capability, activations_of(recipe), demo.checkpoint.facts.vocab_size, wanted.block_size)
+    vocab_size = demo.checkpoint.facts.vocab_size
+    target = KernelTarget(capability, activations_of(recipe), vocab_size, wanted.block_size, sku)
     code = _COMPILE.format(target=target, attributes=node_attributes(lowered.model), directory=str(tmp_path))
     subprocess.run([sys.executable, "-c", code], env=compile_environment, check=True)
     attention = [str(node.name) for node in lowered.model.graph if node.op_type == PAGED_ATTENTION]

@@ -1,12 +1,12 @@
 """Which shapes a build tries, and how the tuner chooses: on a compiler and a clock that are told what to say."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from castline.builder.tensorrt.kernel_shapes import FALLBACKS, attention_shapes, sampling_shapes
-from castline.builder.tensorrt.tune_kernels import Candidate, KernelTuner, everything, plain_attributes
+from castline.builder.tensorrt.tune_kernels import KernelTuner, everything, plain_attributes
 from castline.engines.errors import BuildError
 from castline.engines.kernel_choices import NOTHING_KNOWN, KernelChoice, KernelChoices
 from castline.engines.sku import load_sku
@@ -69,7 +69,7 @@ class Compiler:
     def attention(self, _self: Any, a: AttentionAttributes, shape: KernelShape, names: tuple[str, ...]) -> Any:
         if shape.tile >= (self.spilling_with_window if a.window else self.spilling):
             raise BuildError("spilled")
-        spec = KernelSpec(names[0], names[0], "", (), {}, shape.num_warps, 100 * shape.tile, shape.tile, 0)  # type: ignore[arg-type]
+        spec = KernelSpec(names[0], names[0], "", (), asdict(shape), shape.num_warps, 100 * shape.tile, shape.tile, 0)  # type: ignore[arg-type]
         yield Compiled(spec, b"")
 
 
@@ -77,12 +77,15 @@ class Clock:
     device_name = "NVIDIA Test"
 
     def __init__(self) -> None:
-        self.timed: list[Candidate] = []
+        self.timed = 0
 
-    def microseconds(self, candidate: Candidate, attributes: Any, merge: Compiled | None) -> float:
-        self.timed.append(candidate)
-        assert (merge is not None) == (candidate.choice.kernel == "decode_split")
-        return abs(candidate.choice.tile - 32) + candidate.choice.num_stages + 1 / candidate.choice.max_splits
+    def microseconds(self, kernel: str, compiled: list[Compiled], attributes: AttentionAttributes | None) -> float:
+        self.timed += 1
+        assert attributes is not None
+        specs = {one.spec.name: one.spec for one in compiled}
+        assert len(specs) == len(compiled) == 5
+        merged = specs["decode_merge"].constants["max_splits"]
+        return abs(int(specs[kernel].constants["tile"]) - 32) + specs[kernel].num_warps + 1 / int(merged)  # type: ignore[call-overload]
 
 
 def use(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:
@@ -122,9 +125,9 @@ def test_the_clock_decides_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
     use(monkeypatch, Compiler(spilling=1000))
     clock = Clock()
     found = tune(KernelTuner(load_sku("h200"), clock, "2026-11-30"))
-    assert (found.tile, found.num_stages, found.microseconds) == (32, 2, 2.03)
+    assert (found.tile, found.num_warps, found.microseconds) == (32, 4, 4.03)
     assert found.chosen == "timed on NVIDIA Test, 2026-11-30"
-    assert len(clock.timed) == len(TUNED.candidates(""))
+    assert clock.timed == len(TUNED.candidates(""))
 
 
 def test_most_parts_of_a_split_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:

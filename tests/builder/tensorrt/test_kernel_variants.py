@@ -69,7 +69,7 @@ DOES_NOT_FIT = """
 from castline.engines.errors import BuildError
 from castline.plugins.contract import AttentionAttributes
 from castline.plugins.tensorrt.compile import KernelCompiler, KernelShape
-a = AttentionAttributes(0, 16, 2, 128, 0.088, 16, 4, rotary_dim=128)
+a = AttentionAttributes(0, 8, 2, 64, 0.125, 16, 4, rotary_dim=64)
 shape = KernelShape(tile={tile}, queries={queries}, num_warps={num_warps})
 list(KernelCompiler((8, 9), "fp16").attention(a, shape, ("prefill",)))
 """
@@ -79,12 +79,12 @@ list(KernelCompiler((8, 9), "fp16").attention(a, shape, ("prefill",)))
     ("shape", "message"),
     [
         ({"tile": 64, "queries": 16, "num_warps": 1}, "bytes of registers are spilled"),
-        ({"tile": 256, "queries": 4, "num_warps": 16}, "bytes of shared memory, the GPU has 101376"),
+        ({"tile": 512, "queries": 4, "num_warps": 16}, "bytes of shared memory, the GPU has 101376"),
     ],
 )
 def test_what_does_not_fit_is_seen(compile_environment: dict[str, str], shape: dict[str, int], message: str) -> None:
-    """The check above must be able to fail: 128 query rows of 128 elements in the registers of one warp, and keys that
-    are larger than shared memory."""
+    """The check above must be able to fail: 64 query rows in the registers of one warp, and keys that are larger than
+    shared memory."""
     command = [sys.executable, "-c", DOES_NOT_FIT.format(**shape)]
     done = subprocess.run(command, env=compile_environment, capture_output=True, text=True, check=False)
     assert done.returncode != 0

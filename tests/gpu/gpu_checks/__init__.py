@@ -1,0 +1,1 @@
+"""What `tests/gpu/run.py` checks and times on a GPU. Nothing here imports torch; compiling kernels needs Triton."""

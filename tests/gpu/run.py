@@ -1,0 +1,115 @@
+"""Checks castline's GPU kernels on the GPU of this machine, times them, runs the demo, and prints one table.
+
+python tests/gpu/run.py [--quick] [--output FILE.md] [--kernels DIR]
+
+Works from a checkout with castline installed (`pip install '.[build-gpu]'`; `[tensorrt]` beside it for data-centre
+GPUs). Takes less than 8 minutes. Exit code 1: something failed; 2: there is no GPU to check.
+
+Where Triton cannot be installed beside the GPU, compile on another machine and bring the folder:
+
+python tests/gpu/run.py --compile-only --sku h200 --kernels DIR
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from castline.engines.errors import CastlineError
+from castline.engines.sku import load_sku
+from gpu_checks import attention, end_to_end, sampling
+from gpu_checks.cases import kernel_cases, timed_attributes
+from gpu_checks.machine import GpuDriver, Machine
+from gpu_checks.store import KernelStore, NotRun
+from gpu_checks.table import Row, render
+
+NO_GPU = 2
+
+
+def checks(machine: Machine, store: KernelStore, quick: bool) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
+    """(title, what runs it), the cheap and telling ones first."""
+    for case in kernel_cases(quick):
+        yield case.name, lambda case=case: attention.check(machine, store, case)
+    yield "sampling", lambda: sampling.check(machine, store)
+    yield "CUDA graph", lambda: attention.check_graph(machine, store)
+    yield "attention kernels, timed", lambda: attention.time_kernels(machine, store)
+    yield "demo, end to end", lambda: end_to_end.check(machine.sku, quick)
+
+
+def run(
+    driver: GpuDriver, home: Path, quick: bool, say: Callable[[str], None] = print, **sizes: int
+) -> tuple[str, bool]:
+    """(the table, whether all passed). A check that breaks is a row that failed, and the others still run."""
+    machine = Machine(driver, quick, **sizes)
+    rows: list[Row] = []
+    try:
+        store = KernelStore(home, driver.compute_capability, machine.sku)
+        for title, check in checks(machine, store, quick):
+            began = time.monotonic()
+            found = guarded(title, check)
+            rows += found
+            bad = [row for row in found if row.failed]
+            verdict = "FAIL" if bad else f"not run: {found[0].not_run}" if found and found[0].not_run else "ok"
+            say(f"{time.monotonic() - began:6.1f} s  {title}: {verdict}")
+        return render(machine.facts(), rows, machine.copy_gb_per_s), not any(row.failed for row in rows)
+    finally:
+        machine.close()
+
+
+def guarded(title: str, check: Callable[[], list[Row]]) -> list[Row]:
+    try:
+        return check()
+    except NotRun as reason:
+        return [Row(title, "", not_run=str(reason))]
+    except Exception as error:
+        traceback.print_exc()
+        return [Row(title, f"{type(error).__name__}: {error}", float("nan"), 0.0)]
+
+
+def compile_all(home: Path, sku_name: str, quick: bool) -> None:
+    """Every kernel of a run, for a GPU that need not be here."""
+    sku = load_sku(sku_name)
+    major, minor = map(int, sku.compute_capability.split("."))
+    store = KernelStore(home, (major, minor), sku.name)
+    for case in kernel_cases(quick):
+        store.attention(case.attributes, case.activations)
+    for a in timed_attributes(quick):
+        store.attention(a, "fp16")
+    store.sampling(sampling.BLOCK_SIZE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few cases: a minute")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="where the table goes besides the screen")
+    parser.add_argument("--kernels", type=Path, metavar="DIR", help="compiled kernels: read, and what is missing added")
+    parser.add_argument("--compile-only", action="store_true", help="fill --kernels for --sku, and run nothing")
+    parser.add_argument("--sku", help="of --compile-only")
+    parser.add_argument("--device", type=int, default=0, help="which GPU")
+    given = parser.parse_args()
+    if given.compile_only:
+        if given.sku is None or given.kernels is None:
+            parser.error("--compile-only needs --sku and --kernels")
+        compile_all(given.kernels, given.sku, given.quick)
+        return 0
+    from castline.plugins.tensorrt.cuda_driver import CudaDriver
+
+    try:
+        driver = CudaDriver(given.device)
+    except CastlineError as error:
+        print(f"nothing was checked: {error}", file=sys.stderr)
+        return NO_GPU
+    with tempfile.TemporaryDirectory() as made:
+        table, passed = run(driver, given.kernels or Path(made), given.quick)
+    driver.close()
+    print(table)
+    if given.output is not None:
+        given.output.write_text(table, encoding="utf-8")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
