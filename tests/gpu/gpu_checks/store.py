@@ -1,7 +1,9 @@
 """Where the kernels come from: compiled for the GPU when they are asked for, or compiled before, elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 
 from castline.engines.errors import BuildError
@@ -45,6 +47,18 @@ class KernelStore:
         directory = self._home / f"sampling-{vocab_size}-{block_size}"
         compiler = KernelCompiler(self._capability, "fp16")
         return self._get(directory, lambda: sampling_kernels(compiler, self._choices, vocab_size, block_size))
+
+    def compile_ahead(
+        self, attention: Sequence[tuple[AttentionAttributes, str]], block_size: int, jobs: int
+    ) -> list[str]:
+        """Fills the store in *jobs* processes, where there is a compiler; what failed, in words."""
+        if find_spec("triton") is None:
+            return []
+        spawn = get_context("spawn")  # a forked child would share the parent's context on the GPU
+        with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+            made = [pool.submit(self.attention, a, activations) for a, activations in dict.fromkeys(attention)]
+            made.append(pool.submit(self.sampling, block_size))
+            return [str(error) for one in made if (error := one.exception()) is not None]
 
     def _get(self, directory: Path, make: Callable[[], list[Compiled]]) -> tuple[Path, KernelSet]:
         if not (directory / KERNELS_INDEX).is_file():
