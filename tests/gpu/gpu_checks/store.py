@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
-from castline.engines.errors import BuildError
 from castline.engines.kernel_choices import kernel_choices
 from castline.plugins.contract import AttentionAttributes
 from castline.plugins.tensorrt.compile import Compiled, KernelCompiler, kernel_set
@@ -72,10 +71,7 @@ class KernelStore:
     def _write(self, directory: Path, make: Callable[[], list[Compiled]]) -> None:
         if find_spec("triton") is None:
             raise NotRun(f"Triton is not installed, and there is no {directory.name} in --kernels {self._home}")
-        try:
-            compiled = make()
-        except BuildError as error:
-            raise NotRun(str(error)) from error
+        compiled = make()
         directory.mkdir(parents=True, exist_ok=True)
         for one in compiled:
             (directory / one.spec.cubin).write_bytes(one.cubin)
