@@ -27,15 +27,22 @@ _LOWEST_TEMPERATURE: Final = 2.0**-100
 
 
 def pack_draws(into: Packed, draws: NDArray[Any], rows: NDArray[np.int64], vocab_size: int) -> None:
-    """The options of each of *draws*, in its row of *rows*; rows that are not drawn take the best token."""
-    for name in DRAW_OPTIONS:
-        into[name][:] = 0
+    """The options of each of *draws*, in its row of *rows*; rows that are not drawn take the best token.
+
+    Draws that have one row, because their rows of logits are those of one token, have the same options.
+    """
     temperature = draws["temperature"]
-    into["temperature"][rows] = np.where(temperature < _LOWEST_TEMPERATURE, 0.0, temperature)
-    into["top_k"][rows] = np.minimum(draws["top_k"], vocab_size)
-    into["top_p"][rows] = draws["top_p"]
-    into["min_p"][rows] = draws["min_p"]
-    into["uniform"][rows] = np.minimum(draws["uniform"].astype(np.float32), _BELOW_ONE)
+    options = {
+        "temperature": np.where(temperature < _LOWEST_TEMPERATURE, 0.0, temperature).astype(np.float32),
+        "top_k": np.minimum(draws["top_k"], vocab_size),
+        "top_p": draws["top_p"].astype(np.float32),
+        "min_p": draws["min_p"].astype(np.float32),
+        "uniform": np.minimum(draws["uniform"].astype(np.float32), _BELOW_ONE),
+    }
+    for name, values in options.items():
+        into[name][:] = 0
+        into[name][rows] = values
+        assert (into[name][rows] == values).all(), "a token's row of logits is drawn from in two ways"
 
 
 class DeviceSampler:

@@ -20,9 +20,6 @@ class StepRows:
     wanted: Rows
     """[W] for each row that the host gets, its row of `tokens`."""
 
-    def __post_init__(self) -> None:
-        assert len(set(self.drawn.tolist())) == len(self.drawn), "a token's row of logits is drawn from twice"
-
     @property
     def num_drawn(self) -> int:
         """Rows up to the last that is drawn."""

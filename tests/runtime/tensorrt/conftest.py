@@ -141,3 +141,27 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
 @pytest.fixture
 def rig(make_rig: Callable[..., Rig]) -> Rig:
     return make_rig()
+
+
+@dataclass
+class Device:
+    """A driver with a stream, 1 KiB of device memory and as much of pinned memory."""
+
+    driver: FakeDriver
+    stream: int
+    address: int
+    pinned: Any
+
+    def second_stream(self) -> int:
+        return self.driver.create_stream()
+
+    def marked(self, stream: int) -> int:
+        event = self.driver.create_event()
+        self.driver.record(event, stream)
+        return event
+
+
+@pytest.fixture
+def device() -> Device:
+    driver = FakeModel().driver(total_bytes=1 << 20)
+    return Device(driver, driver.create_stream(), driver.allocate(1024), driver.allocate_pinned(1024))

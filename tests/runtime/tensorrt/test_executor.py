@@ -168,6 +168,20 @@ def test_more_rows_than_tokens(make_rig: Callable[..., Any]) -> None:
     assert output.tokens.tolist() == [logits[4].argmax()]
 
 
+@pytest.mark.parametrize("tokens", [[7], [7, 8]])
+def test_a_token_drawn_twice_in_one_way(make_rig: Callable[..., Any], tokens: list[int]) -> None:
+    """As steps that warm an engine up have it, beyond the rows that the plan takes; in two ways it cannot be."""
+    rig = make_rig(max_num_batched_tokens=2)
+    tensors = rig.tensors([(0, tokens, [3])], rows=[0, 0, 0])
+    draws = np.zeros(3, CHOICE)
+    draws["row"], draws["top_p"], draws["temperature"], draws["uniform"] = [0, 1, 2], 1, 0.9, 0.4
+    token = rig.expected_tokens(rig.model.logits(rig.model.tags(tokens)[:1]), draws[:1])[0]
+    assert rig.run(tensors, draws).tokens.tolist() == [token] * 3
+    draws["uniform"][1] = 0.7
+    with pytest.raises(AssertionError, match="in two ways"):
+        rig.executor.submit(rig.step(tensors, draws))
+
+
 def test_logits_of_any_rows_in_any_order(rig: Any) -> None:
     tensors = rig.tensors([(0, PROMPT, [7, 2])], rows=[4, 0, 1, 2, 3])
     logits = rig.model.logits(rig.model.tags(PROMPT))[[4, 0, 1, 2, 3]]
@@ -273,9 +287,14 @@ def test_a_pass_that_fails_within_a_capture_ends_the_capture(make_rig: Callable[
 
 @pytest.mark.parametrize(
     ("number", "what"),
-    enumerate(
-        ["a step's inputs", "tokens", "logits", "the KV pool of layer 0", "the KV pool of layer 1", "activations"]
-    ),
+    [
+        (0, "a step's inputs"),
+        (1, "tokens"),
+        (2, "logits"),
+        (3, "the KV pool of layer 0"),
+        (4, "the KV pool of layer 1"),
+        (5, "activations"),
+    ],
 )
 def test_memory_that_does_not_fit_is_named(make_rig: Callable[..., Any], number: int, what: str) -> None:
     """With the options that would help; and what was had is given back."""

@@ -4,44 +4,18 @@ Without these, a fake that had stopped looking would let every other test pass.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda.driver import FakeDriver, misuse
+from fake_cuda.driver import FakeDriver
+from fake_cuda.hazards import misuse
 from fake_cuda.model import FakeModel
 
 from castline.engines.errors import EngineError
 from castline.plugins.tensorrt.driver import Driver
-from castline.plugins.tensorrt.launcher import Launcher
 
 MODEL = FakeModel()
-
-
-@dataclass
-class Device:
-    """A driver with a stream, 1 KiB of device memory and as much of pinned memory."""
-
-    driver: FakeDriver
-    stream: int
-    address: int
-    pinned: Any
-
-    def second_stream(self) -> int:
-        return self.driver.create_stream()
-
-    def marked(self, stream: int) -> int:
-        event = self.driver.create_event()
-        self.driver.record(event, stream)
-        return event
-
-
-@pytest.fixture
-def device() -> Device:
-    driver = MODEL.driver(total_bytes=1 << 20)
-    return Device(driver, driver.create_stream(), driver.allocate(1024), driver.allocate_pinned(1024))
 
 
 def test_it_is_a_driver() -> None:
@@ -50,7 +24,7 @@ def test_it_is_a_driver() -> None:
     assert names <= set(dir(FakeDriver))
 
 
-def test_copies_take_effect_when_waited_for(device: Device) -> None:
+def test_copies_take_effect_when_waited_for(device: Any) -> None:
     """A fake that copies at once hides every missing wait."""
     driver = device.driver
     device.pinned[:4] = [1, 2, 3, 4]
@@ -63,7 +37,7 @@ def test_copies_take_effect_when_waited_for(device: Device) -> None:
     assert device.pinned[8:12].tolist() == [1, 2, 3, 4]
 
 
-def test_an_event_brings_only_what_is_before_it(device: Device) -> None:
+def test_an_event_brings_only_what_is_before_it(device: Any) -> None:
     """Waiting for one step must not need the next one's."""
     driver = device.driver
     driver.fill(device.address, 1, 4, device.stream)
@@ -73,7 +47,7 @@ def test_an_event_brings_only_what_is_before_it(device: Device) -> None:
     assert driver.device.view(device.address, 4).tolist() == [1] * 4
 
 
-def test_a_stream_waits_for_an_event_of_another(device: Device) -> None:
+def test_a_stream_waits_for_an_event_of_another(device: Any) -> None:
     """The order that events make, and no more."""
     driver, other = device.driver, device.second_stream()
     driver.fill(device.address, 7, 4, other)
@@ -87,7 +61,7 @@ def test_a_stream_waits_for_an_event_of_another(device: Device) -> None:
 
 
 @pytest.mark.parametrize("shift", [1, -1, 1 << 30])
-def test_copies_stay_in_one_allocation(device: Device, shift: int) -> None:
+def test_copies_stay_in_one_allocation(device: Any, shift: int) -> None:
     """The neighbour's memory would be written."""
     driver = device.driver
     driver.allocate(1024)
@@ -101,7 +75,7 @@ def test_copies_stay_in_one_allocation(device: Device, shift: int) -> None:
             copy()
 
 
-def test_addresses_are_aligned_and_never_used_again(device: Device) -> None:
+def test_addresses_are_aligned_and_never_used_again(device: Any) -> None:
     """Else a stale pointer would be another's good one."""
     driver = device.driver
     seen = set()
@@ -113,7 +87,7 @@ def test_addresses_are_aligned_and_never_used_again(device: Device) -> None:
     assert len(seen) == 4
 
 
-def test_freed_memory_is_not_used(device: Device) -> None:
+def test_freed_memory_is_not_used(device: Any) -> None:
     driver = device.driver
     driver.free(device.address)
     with misuse("use after free"):
@@ -127,7 +101,7 @@ def test_freed_memory_is_not_used(device: Device) -> None:
         device.pinned[0] = 1
 
 
-def test_memory_in_use_is_not_freed(device: Device) -> None:
+def test_memory_in_use_is_not_freed(device: Any) -> None:
     """Queued work would read what somebody else has by then."""
     driver = device.driver
     driver.copy_to_device(device.address, device.pinned, device.stream)
@@ -143,14 +117,14 @@ def test_memory_in_use_is_not_freed(device: Device) -> None:
     driver.destroy_stream(device.stream)
 
 
-def test_only_starts_of_allocations_are_freed(device: Device) -> None:
+def test_only_starts_of_allocations_are_freed(device: Any) -> None:
     with misuse("not its start"):
         device.driver.free(device.address + 256)
     with misuse("a part of pinned memory"):
         device.driver.free_pinned(device.pinned[:8])
 
 
-def test_host_memory_must_be_pinned(device: Device) -> None:
+def test_host_memory_must_be_pinned(device: Any) -> None:
     """A copy from ordinary memory waits, or reads what was there before."""
     driver = device.driver
     with misuse("not pinned"):
@@ -181,18 +155,18 @@ def test_host_memory_must_be_pinned(device: Device) -> None:
         lambda d: d.driver.allocate(0),
     ],
 )
-def test_handles_exist(device: Device, call: Callable[[Device], None]) -> None:
+def test_handles_exist(device: Any, call: Callable[[Any], None]) -> None:
     with misuse(""):
         call(device)
 
 
-def test_more_than_there_is_cannot_be_had(device: Device) -> None:
+def test_more_than_there_is_cannot_be_had(device: Any) -> None:
     """A full device is the environment's fault, and not a mistake."""
     with pytest.raises(EngineError, match="out of memory"):
         device.driver.allocate(1 << 20)
 
 
-def test_close_finds_every_leak(device: Device) -> None:
+def test_close_finds_every_leak(device: Any) -> None:
     driver = device.driver
     driver.create_event()
     driver.load_module(b"")
@@ -207,7 +181,7 @@ def test_nothing_after_close() -> None:
         driver.create_stream()
 
 
-def test_nothing_is_made_once_ready(device: Device) -> None:
+def test_nothing_is_made_once_ready(device: Any) -> None:
     driver = device.driver
     driver.forbid_allocation()
     for make in (
@@ -225,7 +199,7 @@ def test_nothing_is_made_once_ready(device: Device) -> None:
 # Order
 
 
-def test_host_must_not_write_what_a_copy_reads(device: Device) -> None:
+def test_host_must_not_write_what_a_copy_reads(device: Any) -> None:
     """The next step's inputs, packed over the last one's."""
     driver = device.driver
     driver.copy_to_device(device.address, device.pinned[:8], device.stream)
@@ -243,7 +217,7 @@ def test_host_must_not_write_what_a_copy_reads(device: Device) -> None:
     device.pinned[3] = 1
 
 
-def test_host_must_not_read_what_a_copy_writes(device: Device) -> None:
+def test_host_must_not_read_what_a_copy_writes(device: Any) -> None:
     """Tokens taken before they have come."""
     driver = device.driver
     driver.copy_to_host(device.pinned[:8], device.address, device.stream)
@@ -262,7 +236,7 @@ def test_host_must_not_read_what_a_copy_writes(device: Device) -> None:
     device.pinned[:4].tolist()
 
 
-def test_writes_behind_its_back_are_found(device: Device) -> None:
+def test_writes_behind_its_back_are_found(device: Any) -> None:
     """NumPy can be led around the watch; a copy's source that has changed is found at the copy."""
     driver = device.driver
     driver.copy_to_device(device.address, device.pinned[:8], device.stream)
@@ -272,7 +246,7 @@ def test_writes_behind_its_back_are_found(device: Device) -> None:
 
 
 @pytest.mark.parametrize("order", ["none", "event", "host", "late event"])
-def test_two_streams_need_an_order(device: Device, order: str) -> None:
+def test_two_streams_need_an_order(device: Any, order: str) -> None:
     """A copy on a stream of its own, of what another stream is computing."""
     driver, other = device.driver, device.second_stream()
     early = device.marked(other)
@@ -293,7 +267,7 @@ def test_two_streams_need_an_order(device: Device, order: str) -> None:
         driver.fill(device.address + 63, 0, 1, device.stream)
 
 
-def test_two_streams_may_read_together(device: Device) -> None:
+def test_two_streams_may_read_together(device: Any) -> None:
     driver, other = device.driver, device.second_stream()
     driver.copy_to_host(device.pinned[:64], device.address, other)
     driver.copy_to_host(device.pinned[64:128], device.address, device.stream)
@@ -301,7 +275,7 @@ def test_two_streams_may_read_together(device: Device) -> None:
         driver.fill(device.address, 0, 1, device.stream)
 
 
-def test_times_are_of_events_that_happened(device: Device) -> None:
+def test_times_are_of_events_that_happened(device: Any) -> None:
     driver = device.driver
     start = device.marked(device.stream)
     driver.fill(device.address, 0, 1, device.stream)
@@ -310,201 +284,3 @@ def test_times_are_of_events_that_happened(device: Device) -> None:
         driver.elapsed_ms(start, end)
     driver.synchronize(device.stream)
     assert driver.elapsed_ms(start, end) > 0
-
-
-# Launches
-
-
-@dataclass
-class Greedy:
-    """A launch of ``greedy`` over two rows, whose parts a test replaces."""
-
-    device: Device
-    function: int
-    threads: int
-    shared: int
-    arguments: list[tuple[str, Any]]
-
-    def launch(self, **changes: Any) -> None:
-        values = {"grid": (2, 1, 1), "threads": self.threads, "shared": self.shared, "arguments": self.arguments}
-        values |= changes
-        self.device.driver.launch(
-            self.function, values["grid"], values["threads"], values["shared"], self.device.stream, values["arguments"]
-        )
-
-
-@pytest.fixture
-def greedy(device: Device) -> Greedy:
-    kernel = MODEL.kernels().find("greedy")
-    module = device.driver.load_module(b"image of greedy")
-    function = device.driver.function(module, "greedy", kernel.shared_bytes)
-    pointers = [device.driver.allocate(2 * MODEL.vocab_size * 4), device.address, device.address + 8]
-    return Greedy(device, function, kernel.threads, kernel.shared_bytes, [("pointer", p) for p in pointers])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"grid": (0, 1, 1)}, "grid"),
-        ({"grid": (2, 65536, 1)}, "grid"),
-        ({"grid": (3, 1, 1)}, "out of bounds"),
-        ({"threads": 0}, "threads"),
-        ({"threads": 48}, "threads"),
-        ({"threads": 2048}, "threads"),
-        ({"threads": 64}, "threads"),
-        ({"shared": 4096}, "shared memory"),
-        ({"shared": 0}, "shared memory"),
-    ],
-)
-def test_launches_have_a_grid_and_the_kernels_own_sizes(greedy: Greedy, changes: Any, words: str) -> None:
-    """A driver takes some of these, and the kernel then computes something else."""
-    greedy.launch()
-    with misuse(words):
-        greedy.launch(**changes)
-
-
-@pytest.mark.parametrize(
-    ("place", "argument", "words"),
-    [
-        (0, ("i32", 5), "arguments"),
-        (0, ("pointer", 0), "no device memory"),
-        (0, ("pointer", 5), "no device memory"),
-        (1, ("pointer", -1), "does not fit"),
-        (1, ("pointer", 1.5), "as pointer"),
-        (1, ("i32", 1 << 31), "does not fit"),
-        (1, ("f32", 1), "as f32"),
-        (1, ("u8", 1), "as u8"),
-    ],
-)
-def test_arguments_are_the_kernels(greedy: Greedy, place: int, argument: Any, words: str) -> None:
-    arguments = list(greedy.arguments)
-    arguments[place] = argument
-    with misuse(words):
-        greedy.launch(arguments=arguments)
-    with misuse("arguments"):
-        greedy.launch(arguments=greedy.arguments[:2])
-
-
-def test_a_kernels_reach_is_checked_against_streams(greedy: Greedy) -> None:
-    """Not only its pointers: the last byte that it touches."""
-    device = greedy.device
-    other = device.second_stream()
-    greedy.launch()
-    last = greedy.arguments[0][1] + 2 * MODEL.vocab_size * 4 - 1
-    with misuse("unsynchronised"):
-        device.driver.fill(last, 0, 1, other)
-    device.driver.copy_to_host(device.pinned[:1], last, other)  # logits are only read
-    with misuse("unsynchronised"):
-        device.driver.copy_to_host(device.pinned[1:2], device.address + 15, other)
-
-
-def test_modules_in_use_stay(greedy: Greedy) -> None:
-    driver = greedy.device.driver
-    module = next(iter(driver._modules))
-    greedy.launch()
-    with misuse("is queued and uses it"):
-        driver.unload_module(module)
-    driver.synchronize(greedy.device.stream)
-    driver.unload_module(module)
-    with misuse("no function of a loaded module"):
-        greedy.launch()
-
-
-def test_entries_are_those_of_the_cubin(device: Device) -> None:
-    module = device.driver.load_module(b"image of greedy")
-    with pytest.raises(EngineError, match="not found"):
-        device.driver.function(module, "sample", 0)
-
-
-def test_unknown_kernels_are_checked_by_their_pointers(device: Device) -> None:
-    """A cubin that the fake was told nothing of, as a real engine's."""
-    driver = device.driver
-    function = driver.function(driver.load_module(b"ELF"), "anything", 512)
-    driver.launch(function, (1, 1, 1), 128, 512, device.stream, [("pointer", device.address), ("i32", 4)])
-    with misuse("no device memory"):
-        driver.launch(function, (1, 1, 1), 128, 512, device.stream, [("pointer", 77), ("i32", 4)])
-
-
-# Graphs
-
-
-def test_captures_hold_no_allocation_wait_or_event(device: Device) -> None:
-    """What a stream's capture fails on, or silently leaves out."""
-    driver = device.driver
-    event, spare = device.marked(device.stream), driver.allocate(8)
-    driver.begin_capture(device.stream)
-    for call in (
-        lambda: driver.allocate(8),
-        lambda: driver.allocate_pinned(8),
-        lambda: driver.free(spare),
-        lambda: driver.synchronize(device.stream),
-        lambda: driver.synchronize_event(event),
-        lambda: driver.record(event, device.stream),
-        lambda: driver.begin_capture(device.stream),
-        driver.close,
-    ):
-        with misuse("while a stream is captured"):
-            call()
-    with misuse("not pinned"):
-        driver.copy_to_device(device.address, np.zeros(8, np.uint8), device.stream)
-    with misuse("out of bounds"):
-        driver.fill(device.address, 0, 2000, device.stream)
-    driver.destroy_graph(driver.end_capture(device.stream))
-
-
-def test_a_graph_does_what_was_captured_whenever_it_is_launched(device: Device) -> None:
-    driver = device.driver
-    driver.begin_capture(device.stream)
-    driver.copy_on_device(device.address + 8, device.address, 4, device.stream)
-    graph = driver.end_capture(device.stream)
-    driver.synchronize(device.stream)
-    assert driver.device.view(device.address + 8, 1)[0] == 0xA5, "a capture executes nothing"
-    for value in (1, 2):
-        driver.fill(device.address, value, 4, device.stream)
-        driver.launch_graph(graph, device.stream)
-        driver.synchronize(device.stream)
-        assert driver.device.view(device.address + 8, 1)[0] == value
-
-
-def test_a_graphs_pointers_are_checked_at_every_launch(device: Device) -> None:
-    """A buffer that was freed and made again lies elsewhere; the graph still has the old address."""
-    driver = device.driver
-    driver.begin_capture(device.stream)
-    driver.fill(device.address, 0, 8, device.stream)
-    graph = driver.end_capture(device.stream)
-    driver.launch_graph(graph, device.stream)
-    with misuse("is queued and uses it"):
-        driver.destroy_graph(graph)
-    with misuse("is queued and uses it"):
-        driver.free(device.address)
-    with misuse("unsynchronised"):
-        driver.fill(device.address, 0, 8, device.second_stream())
-    driver.synchronize(device.stream)
-    driver.free(device.address)
-    with misuse("use after free"):
-        driver.launch_graph(graph, device.stream)
-
-
-def test_kernels_check_what_they_find(tmp_path: Path) -> None:
-    """Slots, tables and lengths lie in memory: the stand-ins look at them when they are executed."""
-    driver = MODEL.driver()
-    launcher = Launcher(tmp_path, MODEL.write_kernels(tmp_path), driver, MODEL.multiprocessors)
-    stream, memory = driver.create_stream(), driver.allocate(1 << 16)
-    pool = driver.allocate(4 * MODEL.block_bytes)
-    kernel = launcher.kernels.find("rope_append", launcher.kernels.kernels[0].attributes)
-    names = [argument.name for argument in kernel.arguments]
-    values = dict.fromkeys(names, 0) | {"qkv": memory, "slots": memory + 4096, "q_out": memory + 8192}
-    values |= {"pool": pool, "num_blocks": 4}
-
-    def append(*slots: int) -> None:
-        driver.device.view(memory + 4096, 4 * len(slots)).view(np.int32)[:] = slots
-        arguments = [(a.type, values[a.name]) for a in kernel.arguments]
-        function = launcher._functions[kernel.cubin]
-        driver.launch(function, (len(slots), 4, 1), kernel.threads, kernel.shared_bytes, stream, arguments)
-        driver.synchronize(stream)
-
-    append(0, 15, -1, -1)
-    with misuse("beyond the pool"):
-        append(16)
-    with misuse("two tokens"):
-        append(3, 3)

@@ -9,8 +9,7 @@ Work takes effect only when the host waits for it. Kernels do what their stand-i
 one they only touch their bytes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,12 +18,13 @@ from numpy.typing import NDArray
 from castline.engines.errors import EngineError
 from castline.plugins.tensorrt.driver import LaunchValue
 from castline.plugins.tensorrt.kernel_set import KernelSpec
-from fake_cuda.hazards import Access, DriverMisuse, Timeline, Touched, merge
+from fake_cuda.hazards import DriverMisuse, Touched
 from fake_cuda.kernels import REACHES, Call, Reaches
 from fake_cuda.launches import MOST_SHARED_BYTES, Function, check_launch, touches, unknown_touches
 from fake_cuda.memory import UNWRITTEN, DeviceMemory
 from fake_cuda.pinned import PinnedArray, PinnedBuffer, address_of, pinned_array
-from fake_cuda.work import Owner, Record, Streams, Touch, Work
+from fake_cuda.queueing import WorkQueue
+from fake_cuda.work import Record, Touch, Work
 
 StandIn = Callable[[DeviceMemory, Call], None]
 
@@ -40,7 +40,6 @@ class FakeDriver:
         """*cubins* says what each image is; *stand_ins* and *reaches* (beside those of an engine's own kernels) say, by
         a kernel's name, what it does and which bytes it touches."""
         self.device = DeviceMemory(total_bytes)
-        self.time = Timeline()
         self.closed = False
         self.launched: list[str] = []
         """Kernels and ``graph``, as they were queued."""
@@ -48,7 +47,7 @@ class FakeDriver:
         """Kernel or driver call → the words it fails with: a kernel when it is executed, a call at once."""
         self._cubins, self._stand_ins = dict(cubins or {}), dict(stand_ins or {})
         self._reaches = {**REACHES, **(reaches or {})}
-        self._work = Streams()
+        self._queue = WorkQueue(self.device)
         self._next_handle = 1
         self._streams: set[int] = set()
         self._events: dict[int, Record | None] = {}
@@ -79,14 +78,14 @@ class FakeDriver:
     def free(self, address: int) -> None:
         self._may("free")
         allocation = self.device.at(address)
-        self._not_busy(allocation.touched, "free")
+        self._queue.not_busy(allocation.touched, "free")
         self.device.free(allocation)
 
     def allocate_pinned(self, num_bytes: int) -> NDArray[np.uint8]:
         self._may("allocate_pinned", makes=True)
         if num_bytes <= 0:
             raise DriverMisuse(f"pinned allocation of {num_bytes} bytes")
-        buffer = PinnedBuffer(np.full(num_bytes, UNWRITTEN, np.uint8), self._host_access)
+        buffer = PinnedBuffer(np.full(num_bytes, UNWRITTEN, np.uint8), self._queue.check_host)
         self._pinned.append(buffer)
         return pinned_array(buffer)
 
@@ -95,7 +94,7 @@ class FakeDriver:
         buffer, offset = self._pinned_range(memory, "free_pinned")
         if offset or memory.nbytes != len(buffer.data):
             raise DriverMisuse("free_pinned: a part of pinned memory, and not all of it")
-        self._not_busy(buffer.touched, "free_pinned")
+        self._queue.not_busy(buffer.touched, "free_pinned")
         buffer.alive = False
 
     def copy_to_device(self, address: int, source: NDArray[np.uint8], stream: int) -> None:
@@ -156,15 +155,14 @@ class FakeDriver:
     def destroy_stream(self, stream: int) -> None:
         self._may("destroy_stream")
         self._known_stream(stream)
-        if not self.time.is_idle(stream):
+        if not self._queue.is_idle(stream):
             raise DriverMisuse(f"stream {stream} is destroyed with work queued on it")
         self._streams.discard(stream)
 
     def synchronize(self, stream: int) -> None:
         self._may("synchronize")
         self._known_stream(stream)
-        self._work.run(stream)
-        self.time.waited(stream)
+        self._queue.synchronize(stream)
         self._report_fault()
 
     def create_event(self) -> int:
@@ -182,30 +180,23 @@ class FakeDriver:
         self._may("record")
         self._known_event(event)
         self._known_stream(stream)
-        record = Record(stream, self.time.queue(stream))
-        self._events[event] = record
-        self._work.record(record)
+        self._events[event] = self._queue.record(stream)
 
     def wait(self, stream: int, event: int) -> None:
         self._may("wait")
         self._known_stream(stream)
-        record = self._recorded(event)
-        self.time.order(stream, record.clock)
-        self._work.wait(stream, record)
+        self._queue.wait(stream, self._recorded(event))
 
     def synchronize_event(self, event: int) -> None:
         self._may("synchronize_event")
-        record = self._recorded(event)
-        self._work.run(record.stream, record)
-        merge(self.time.host, record.clock)
+        self._queue.synchronize_record(self._recorded(event))
         self._report_fault()
 
     def elapsed_ms(self, start: int, end: int) -> float:
         self._may("elapsed_ms")
         records = [self._recorded(start), self._recorded(end)]
-        for one in records:
-            if self.time.host.get(one.stream, 0) < one.clock[one.stream]:
-                raise DriverMisuse("elapsed_ms: an event has not happened")
+        if not all(map(self._queue.has_happened, records)):
+            raise DriverMisuse("elapsed_ms: an event has not happened")
         return 0.01 * (sum(records[1].clock.values()) - sum(records[0].clock.values()))
 
     # Kernels
@@ -221,7 +212,7 @@ class FakeDriver:
         self._may("unload_module")
         if module not in self._modules:
             raise DriverMisuse(f"unload_module: {module} is no loaded module")
-        self._not_busy(self._module_uses[module], "unload_module")
+        self._queue.not_busy(self._module_uses[module], "unload_module")
         del self._modules[module]
         self._functions = {handle: one for handle, one in self._functions.items() if one.module != module}
 
@@ -283,14 +274,14 @@ class FakeDriver:
         if graph not in self._graphs:
             raise DriverMisuse(f"launch_graph: {graph} is no graph")
         for work in self._graphs[graph]:
-            self._enqueue(stream, work, (*work.uses, self._graph_uses[graph]))
+            self._queue.enqueue(stream, work, self._graph_uses[graph])
         self.launched.append("graph")
 
     def destroy_graph(self, graph: int) -> None:
         self._may("destroy_graph")
         if graph not in self._graphs:
             raise DriverMisuse(f"destroy_graph: {graph} is no graph")
-        self._not_busy(self._graph_uses[graph], "destroy_graph")
+        self._queue.not_busy(self._graph_uses[graph], "destroy_graph")
         del self._graphs[graph]
 
     # Device
@@ -359,16 +350,6 @@ class FakeDriver:
             raise DriverMisuse(f"{what}: use after free of pinned memory")
         return memory.buffer, address_of(memory) - memory.buffer.address
 
-    def _not_busy(self, touched: Touched, what: str) -> None:
-        user = touched.busy(self.time.host)
-        if user is not None:
-            raise DriverMisuse(f"{what}: {user.what} on stream {user.stream} is queued and uses it")
-
-    def _host_access(self, buffer: PinnedBuffer, start: int, end: int, writes: bool) -> None:
-        if not buffer.alive:
-            raise DriverMisuse("the host touches pinned memory that was freed")
-        buffer.touched.check(start, end, writes, self.time.host, "the host")
-
     # Work
 
     def _execute(self, call: Call) -> None:
@@ -382,37 +363,13 @@ class FakeDriver:
     def _submit(self, stream: int, work: Work) -> None:
         self._known_stream(stream)
         if self._capture is None:
-            self._enqueue(stream, work, work.uses)
+            self._queue.enqueue(stream, work)
             return
         if self._capture[0] != stream:
             raise DriverMisuse(f"{work.what} on stream {stream} while stream {self._capture[0]} is captured")
         for touch in work.touches:
-            self._owner(touch, work.what)
+            self._queue.owner(touch, work.what)
         self._capture[1].append(work)
-
-    def _enqueue(self, stream: int, work: Work, uses: tuple[Touched, ...]) -> None:
-        work.needs()
-        owners = [(touch, *self._owner(touch, work.what)) for touch in work.touches]
-        clock = self.time.queue(stream)
-        for touch, owner, start in owners:
-            owner.touched.check(start, start + touch.num_bytes, touch.writes, clock, work.what)
-        count = clock[stream]
-        for touch, owner, start in owners:
-            access = Access(start, start + touch.num_bytes, touch.writes, stream, count, work.what)
-            owner.touched.add(access, self.time.host)
-        for used in uses:
-            used.add(Access(0, 1, False, stream, count, work.what), self.time.host)
-        work.queued()
-        self._work.add(stream, work.action)
-
-    def _owner(self, touch: Touch, what: str) -> tuple[Owner, int]:
-        """What the bytes belong to, and where they begin in it."""
-        if touch.pinned is not None:
-            if not touch.pinned.alive:
-                raise DriverMisuse(f"{what}: use after free of pinned memory")
-            return touch.pinned, touch.address
-        allocation = self.device.holding(touch.address, touch.num_bytes, what)
-        return allocation, touch.address - allocation.start
 
     def _report_fault(self) -> None:
         """As a real device: a fault is reported by whatever waits, and stays."""
@@ -422,15 +379,3 @@ class FakeDriver:
 
 def _nothing() -> None:
     pass
-
-
-@contextmanager
-def misuse(words: str) -> Iterator[None]:
-    """The block must be refused with *words* in the message."""
-    try:
-        yield
-    except DriverMisuse as error:
-        if words not in str(error):
-            raise AssertionError(f"refused with {error!s}, and not for {words!r}") from error
-        return
-    raise AssertionError(f"not refused: {words}")

@@ -5,6 +5,8 @@ same stream, through an event, or because the host waited for it before it queue
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Clock = dict[int, int]
@@ -77,6 +79,18 @@ class Timeline:
     def is_idle(self, stream: int) -> bool:
         """The host has waited for everything queued."""
         return self.host.get(stream, 0) >= self._streams[stream].get(stream, 0)
+
+
+@contextmanager
+def misuse(words: str) -> Iterator[None]:
+    """The block must be refused with *words* in the message."""
+    try:
+        yield
+    except DriverMisuse as error:
+        if words not in str(error):
+            raise AssertionError(f"refused with {error!s}, and not for {words!r}") from error
+        return
+    raise AssertionError(f"not refused: {words}")
 
 
 def merge(into: Clock, other: Clock) -> None:
