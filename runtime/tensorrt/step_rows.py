@@ -47,6 +47,6 @@ def decode_rows(step: DeviceStep) -> StepRows:
 
 def runs(rows: Rows) -> Iterator[tuple[int, int]]:
     """*rows* as (first, count) of consecutive ones, in order: each is one copy."""
-    for part in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
-        if len(part):
+    if len(rows):  # most steps want none
+        for part in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
             yield int(part[0]), len(part)

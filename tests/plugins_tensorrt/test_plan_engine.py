@@ -271,3 +271,13 @@ def test_the_real_runtime_says_why(rtx: TensorRT, tmp_path: Path) -> None:
     host = PluginHost(KernelSet("8.9", "triton", ()), 100)
     with pytest.raises(EngineError, match=r"tensorrt_rtx cannot deserialise .*Serialization assertion"):
         TensorRtPlan(rtx, path, host)
+
+
+def test_plans_take_their_memory_from_the_runtime_alone(rtx: TensorRT) -> None:
+    """TensorRT for RTX needs the flag for a stream to be captured; a flavour without it has nothing to set."""
+    flags: list[Any] = []
+    config = SimpleNamespace(set_flag=flags.append)
+    rtx.require_user_memory(config)
+    assert flags == [rtx.api.BuilderFlag.REQUIRE_USER_ALLOCATION]
+    TensorRT("tensorrt", SimpleNamespace(BuilderFlag=SimpleNamespace()), "11.4").require_user_memory(config)
+    assert len(flags) == 1
