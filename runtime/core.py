@@ -196,9 +196,9 @@ class EngineCore:
     # Endings and failures
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
-        seq_ids = [part.seq_id for part in plan.scheduled if self.scheduler.get(part.seq_id) is not None]
-        if len(plan.scheduled) > 1:
-            logger.warning("a step of %d sequences failed and is retried in parts: %s", len(plan.scheduled), error)
+        seq_ids = [part.seq_id for part in plan.scheduled]  # some may have ended while the step was in flight
+        if len(seq_ids) > 1:
+            logger.warning("a step of %d sequences failed and is retried in parts: %s", len(seq_ids), error)
             half = len(seq_ids) // 2
             self._suspects += [seq_ids[half:], seq_ids[:half]]
             return
