@@ -45,22 +45,27 @@ def checks(machine: Machine, store: KernelStore, quick: bool) -> Iterator[tuple[
 def run(
     driver: GpuDriver, home: Path, quick: bool, say: Callable[[str], None] = print, jobs: int = 1, **sizes: int
 ) -> tuple[str, bool]:
-    """(the table, whether all passed). A check that breaks is a row that failed, and the others still run."""
+    """(the table, whether there were checks and all passed). One that breaks failed, and the others still run."""
     machine = Machine(driver, quick, **sizes)
+    facts = machine.facts()  # now: after an illegal access the driver answers nothing
     rows: list[Row] = []
-    try:
-        store = KernelStore(home, driver.compute_capability, machine.sku)
-        compile_ahead(store, jobs, quick, say)
-        for title, check in checks(machine, store, quick):
-            began = time.monotonic()
-            found = guarded(title, check)
-            rows += found
-            bad = [row for row in found if row.failed]
-            verdict = "FAIL" if bad else f"not run: {found[0].not_run}" if found and found[0].not_run else "ok"
-            say(f"{time.monotonic() - began:6.1f} s  {title}: {verdict}")
-        return render(machine.facts(), rows, machine.copy_gb_per_s), not any(row.failed for row in rows)
-    finally:
-        machine.close()
+    store = KernelStore(home, driver.compute_capability, machine.sku)
+    compile_ahead(store, jobs, quick, say)
+    for title, check in checks(machine, store, quick):
+        began = time.monotonic()
+        found = guarded(title, check)
+        rows += found
+        bad = [row for row in found if row.failed]
+        verdict = "FAIL" if bad else f"not run: {found[0].not_run}" if found and found[0].not_run else "ok"
+        say(f"{time.monotonic() - began:6.1f} s  {title}: {verdict}")
+    rows += guarded("device", lambda: closed(machine))
+    passed = any(row.error is not None for row in rows) and not any(row.failed for row in rows)
+    return render(facts, rows, machine.copy_gb_per_s), passed
+
+
+def closed(machine: Machine) -> list[Row]:
+    machine.close()
+    return []
 
 
 def guarded(title: str, check: Callable[[], list[Row]]) -> list[Row]:
@@ -110,10 +115,10 @@ def main() -> int:
         return NO_GPU
     with tempfile.TemporaryDirectory() as made:
         table, passed = run(driver, given.kernels or Path(made), given.quick, jobs=jobs)
-    driver.close()
     print(table)
     if given.output is not None:
         given.output.write_text(table, encoding="utf-8")
+    driver.close()
     return 0 if passed else 1
 
 

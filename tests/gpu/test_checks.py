@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from castline.engines.errors import EngineError
 from castline.plugins.contract import KvDtypeCode, QkNorm
 from castline.plugins.tensorrt.kernel_bench import Workload
 from castline.runtime.draw import Choice
@@ -224,6 +225,36 @@ def test_the_script_runs_to_its_table(gpu: Any, tmp_path: Path, monkeypatch: pyt
     assert "| prefill | 1 x 9 at 40" in text
     assert sum(line.endswith("ok") for line in said) == 3
     gpu.close()  # nothing is left on the device
+
+
+def test_nothing_checked_is_no_pass(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton and without kernels every check says why it was not run: that is no success."""
+    script = _script()
+    monkeypatch.setattr("gpu_checks.store.find_spec", lambda name: None)
+    text, passed = script.run(gpu, tmp_path, True, lambda line: None, **SMALL)
+    assert not passed
+    assert "0 of 0 checks passed" in text
+    assert "not run: Triton is not installed" in text
+    gpu.close()
+
+
+def test_an_illegal_access_is_reported(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one, CUDA fails every call, those that free things too: the table must be printed all the same."""
+    script = _script()
+
+    def broken(*_given: Any) -> None:
+        raise EngineError("cuMemFree gave CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    case = KernelCase(attributes(group=1, kv_heads=1, block=64), "fp16")
+    monkeypatch.setattr(script, "kernel_cases", lambda quick: [case])
+    monkeypatch.setattr(script, "checks", lambda *given: [("decode", lambda: [Row("decode", "", 0.0, 0.0)])])
+    monkeypatch.setattr(KernelStore, "compile_ahead", lambda self, wanted, block_size, jobs: [])
+    monkeypatch.setattr(gpu, "destroy_event", broken)
+    monkeypatch.setattr(gpu, "memory", lambda: (1, 2))
+    text, passed = script.run(gpu, tmp_path, True, lambda line: None, **SMALL)
+    assert not passed
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in text
+    assert "1 of 2 checks passed" in text
 
 
 def test_no_gpu_is_no_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
