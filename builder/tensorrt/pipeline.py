@@ -25,7 +25,7 @@ from castline.builder.preflight import check_output
 from castline.builder.progress import BuildLog
 from castline.builder.report import ReportFacts
 from castline.builder.tensorrt.calibrate import calibrate
-from castline.builder.tensorrt.kernels import KernelTarget, compile_kernels, node_attributes
+from castline.builder.tensorrt.kernels import KernelTarget, compile_kernels, node_attributes, require_compiler
 from castline.builder.tensorrt.lower import lower_tensorrt
 from castline.builder.tensorrt.matmuls import e4m3_matmuls, layer_matmuls
 from castline.builder.tensorrt.plan_compiler import CompiledPlan, compile_plan
@@ -77,6 +77,7 @@ def build_for_gpu(options: BuildOptions, log: BuildLog) -> Path:
     """Builds a bundle; returns its directory. Raises BuildError or EngineError, and then nothing is left behind."""
     check_output(options.output, options.name, options.version)
     target = choose_target(options)
+    require_compiler()
     run_self_test()
     checkpoint, plan = stages.read_checkpoint(options, log)
     wanted = GpuBuild(replace(plan, host=target.host()), target)

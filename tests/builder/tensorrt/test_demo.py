@@ -136,19 +136,20 @@ def test_whole_plan_builds(
 
 
 @pytest.mark.parametrize(
-    ("sku", "recipe"), [("a100-80", "fp16"), ("a10", "int4"), ("rtx4090", "fp8"), ("rtx4090", "bf16")]
+    ("sku", "recipe", "kv_dtype"),
+    [("a100-80", "fp16", "auto"), ("a10", "int4", "auto"), ("rtx4090", "fp8", "auto"), ("rtx4090", "bf16", "bf16")],
 )
-def test_graph_is_within_its_gate(demo: Demo, tmp_path: Path, sku: str, recipe: str) -> None:
+def test_graph_is_within_its_gate(demo: Demo, tmp_path: Path, sku: str, recipe: str, kv_dtype: str) -> None:
     """The graph that TensorRT gets, executed by ONNX Runtime, against transformers: a real model, real weights, and the
     very gate of the build, so that a default build is known to pass it, and a wrong scale or layer to fail it."""
-    wanted = demo.build(sku, recipe=recipe)
+    wanted = demo.build(sku, recipe=recipe, kv_dtype=kv_dtype)
     lowered = demo.lowered(wanted)
     plan, facts = wanted.plan, demo.checkpoint.facts
-    kv_dtype, limits = plan.precision.kv_dtype, plan.limits(wanted.block_size)
-    block_bytes = kv_block_bytes(facts.num_kv_heads, facts.head_dim, wanted.block_size, proof_kv_dtype(kv_dtype))
+    kept, limits = plan.precision.kv_dtype, plan.limits(wanted.block_size)
+    block_bytes = kv_block_bytes(facts.num_kv_heads, facts.head_dim, wanted.block_size, proof_kv_dtype(kept))
     found = Comparison()
     with CpuSession(
-        save_graph(proof_graph(lowered.model, kv_dtype), tmp_path),
+        save_graph(proof_graph(lowered.model, kept), tmp_path),
         num_blocks=demo.case.num_blocks(wanted.block_size),
         block_bytes=block_bytes,
         options=SessionOptions(config=PROOF_CONFIG),
@@ -160,7 +161,7 @@ def test_graph_is_within_its_gate(demo: Demo, tmp_path: Path, sku: str, recipe: 
                 targets = np.full(size, -1)
                 found.add(demo.expected[row.sequence][row.start : row.stop], logits[first : first + size], targets)
                 first += size
-    tolerance = plan.recipe.tolerance_for(kv_dtype)
+    tolerance = plan.recipe.tolerance_for(kept)
     assert found.num_tokens == sum(map(len, demo.case.passages))
     assert found.mean_kl <= tolerance.mean_kl
     assert found.top1_agreement >= tolerance.top1
