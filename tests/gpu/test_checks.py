@@ -167,7 +167,6 @@ def test_what_the_demo_lacks_is_said() -> None:
     assert every == ""
     assert "not among engines/skus" in end_to_end.lacking("", ["tensorrt"], lambda name: True)
     assert "neither TensorRT" in end_to_end.lacking("l4", [], lambda name: True)
-    assert "tensorrt_executor" in end_to_end.lacking("l4", ["tensorrt"], lambda name: name != end_to_end.EXECUTOR)
     assert "torch" in end_to_end.lacking("l4", ["tensorrt"], lambda name: name != "torch")
 
 

