@@ -92,7 +92,7 @@ def read_kernel_choices(path: Path) -> KernelChoices:
 
 
 def write_kernel_choices(path: Path, choices: KernelChoices) -> None:
-    """One table a choice, without what is at its default, in order of their keys."""
+    """One table a choice, without what is at its default, in order of their keys. Raises EngineError."""
     lines = [
         "# Written by `castline tune-kernels`. Registers and shared memory are those of the compiled kernel.",
         f'compiler = "{choices.compiler}"',
@@ -103,5 +103,8 @@ def write_kernel_choices(path: Path, choices: KernelChoices) -> None:
             value = getattr(choice, field.name)
             if field.required or value != field.default:
                 lines.append(f"{field.name} = " + (f'"{value}"' if isinstance(value, str) else f"{value}"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise EngineError(f"cannot write {path} ({error.strerror}); name another file with --output") from None

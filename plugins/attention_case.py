@@ -110,7 +110,8 @@ def decode(elements: NDArray[Any], kv_dtype: int) -> Floats:
         wide: Floats = (elements.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         return wide
     sizes = np.append(_E4M3, np.float32(np.nan))[elements.view(np.uint8) & 0x7F]
-    return np.where(elements.view(np.uint8) & 0x80, -sizes, sizes).astype(np.float32)
+    signed: Floats = np.where(elements.view(np.uint8) & 0x80, -sizes, sizes).astype(np.float32)
+    return signed
 
 
 def _e4m3() -> Floats:

@@ -87,15 +87,16 @@ def command(
 def _timed(sku: Sku, tuned: Sequence[Tuned], known: KernelChoices) -> KernelChoices:
     from castline.builder.tensorrt.tune_kernels import KernelTuner
     from castline.plugins.tensorrt.cuda_driver import CudaDriver
-    from castline.plugins.tensorrt.kernel_bench import KernelClock
+    from castline.plugins.tensorrt.kernel_bench import KernelClock, Stopwatch
 
     driver = CudaDriver()
     try:
         click.echo(f"{sku.name}: {len(tuned)} kernels, timed on {driver.device_name}")
-        clock = KernelClock(driver, driver.device_name, driver.multiprocessors, driver.l2_bytes)
+        watch = Stopwatch(driver, driver.l2_bytes)
+        clock = KernelClock(driver, watch, driver.device_name, driver.multiprocessors)
         try:
             return KernelTuner(sku, clock, datetime.now(UTC).date().isoformat()).tune(tuned, known, click.echo)
         finally:
-            clock.close()
+            watch.close()
     finally:
         driver.close()

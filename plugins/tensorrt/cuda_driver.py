@@ -248,7 +248,10 @@ class CudaDriver:
             self._thread.has_context = True
 
     def _plain(self, name: str, *arguments: Any, what: str) -> Any:
-        status, *results = getattr(self._cuda, name)(*arguments)
+        try:
+            status, *results = getattr(self._cuda, name)(*arguments)
+        except RuntimeError as error:  # of cuda-bindings: a function that came with a newer driver
+            raise EngineError(f"{what}: {error}; update the NVIDIA driver") from None
         self._check(status, name, what)
         return results[0] if len(results) == 1 else tuple(results)
 

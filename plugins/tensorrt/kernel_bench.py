@@ -203,10 +203,9 @@ def queue_of(launcher: Launcher, launches: Sequence[Launch], stream: int) -> Cal
 class KernelClock:
     """The `Clock` of `castline tune-kernels`: candidates on the GPU of this machine."""
 
-    def __init__(self, driver: Driver, device_name: str, multiprocessors: int, l2_bytes: int) -> None:
+    def __init__(self, driver: Driver, watch: Stopwatch, device_name: str, multiprocessors: int) -> None:
         self.device_name = device_name
-        self._driver, self._multiprocessors = driver, multiprocessors
-        self._watch = Stopwatch(driver, l2_bytes)
+        self._driver, self._watch, self._multiprocessors = driver, watch, multiprocessors
 
     def microseconds(
         self, kernel: TunedKernel, compiled: Sequence[Compiled], attributes: AttentionAttributes | None
@@ -223,14 +222,11 @@ class KernelClock:
                 self._driver.synchronize(arrays.stream)
                 launcher.close()
 
-    def close(self) -> None:
-        self._watch.close()
-
     def _launches(
         self, kernel: TunedKernel, kernels: KernelSet, arrays: DeviceArrays, a: AttentionAttributes | None
     ) -> list[Launch]:
         if a is None:
-            return [sampling_launch(kernels, kernel, arrays)]
+            return [sampling_launch(kernels, kernel, arrays, SAMPLED_ROWS)]
         made = workload_arrays(arrays, a, kernels, WORKLOADS[kernel], self._multiprocessors)
         # No multiprocessors to fill: nothing is split.
         units = 0 if kernel == "decode" else self._multiprocessors
@@ -238,7 +234,7 @@ class KernelClock:
         return [one for one in launches if one.kernel.name in PARTS[kernel]]
 
 
-def sampling_launch(kernels: KernelSet, name: TunedKernel, arrays: DeviceArrays, rows: int = SAMPLED_ROWS) -> Launch:
+def sampling_launch(kernels: KernelSet, name: TunedKernel, arrays: DeviceArrays, rows: int) -> Launch:
     """Of greedy or sample, on random logits: every row truncated by top-k and by top-p."""
     spec = kernels.find(name)
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A GPU in the processor's memory, on which Triton's interpreter runs what is launched: the checks run to their table."""
+"""A GPU in the processor's memory, on which Triton's interpreter runs what is launched."""
 
 import ctypes
 import json
@@ -135,7 +135,8 @@ class InterpretedGpu:
         return 1 << 30, 2 << 30
 
     def close(self) -> None:
-        assert not (self.buffers or self.modules or self.graphs or self.live)
+        left = [*self.buffers, *self.modules, *self.graphs, *self.live]
+        assert not left
 
     def _room(self, address: int) -> int:
         """Bytes from *address* to the end of its allocation."""

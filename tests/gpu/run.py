@@ -11,6 +11,7 @@ python tests/gpu/run.py --compile-only --sku h200 --kernels DIR
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -27,6 +28,8 @@ from gpu_checks.store import KernelStore, NotRun
 from gpu_checks.table import Row, render
 
 NO_GPU = 2
+MOST_JOBS = 12
+"""Processes that compile: each wants half a gigabyte."""
 
 
 def checks(machine: Machine, store: KernelStore, quick: bool) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
@@ -40,23 +43,29 @@ def checks(machine: Machine, store: KernelStore, quick: bool) -> Iterator[tuple[
 
 
 def run(
-    driver: GpuDriver, home: Path, quick: bool, say: Callable[[str], None] = print, **sizes: int
+    driver: GpuDriver, home: Path, quick: bool, say: Callable[[str], None] = print, jobs: int = 1, **sizes: int
 ) -> tuple[str, bool]:
-    """(the table, whether all passed). A check that breaks is a row that failed, and the others still run."""
+    """(the table, whether there were checks and all passed). One that breaks failed, and the others still run."""
     machine = Machine(driver, quick, **sizes)
+    facts = machine.facts()  # now: after an illegal access the driver answers nothing
     rows: list[Row] = []
-    try:
-        store = KernelStore(home, driver.compute_capability, machine.sku)
-        for title, check in checks(machine, store, quick):
-            began = time.monotonic()
-            found = guarded(title, check)
-            rows += found
-            bad = [row for row in found if row.failed]
-            verdict = "FAIL" if bad else f"not run: {found[0].not_run}" if found and found[0].not_run else "ok"
-            say(f"{time.monotonic() - began:6.1f} s  {title}: {verdict}")
-        return render(machine.facts(), rows, machine.copy_gb_per_s), not any(row.failed for row in rows)
-    finally:
-        machine.close()
+    store = KernelStore(home, driver.compute_capability, machine.sku)
+    compile_ahead(store, jobs, quick, say)
+    for title, check in checks(machine, store, quick):
+        began = time.monotonic()
+        found = guarded(title, check)
+        rows += found
+        bad = [row for row in found if row.failed]
+        verdict = "FAIL" if bad else f"not run: {found[0].not_run}" if found and found[0].not_run else "ok"
+        say(f"{time.monotonic() - began:6.1f} s  {title}: {verdict}")
+    rows += guarded("device", lambda: closed(machine))
+    passed = any(row.error is not None for row in rows) and not any(row.failed for row in rows)
+    return render(facts, rows, machine.copy_gb_per_s), passed
+
+
+def closed(machine: Machine) -> list[Row]:
+    machine.close()
+    return []
 
 
 def guarded(title: str, check: Callable[[], list[Row]]) -> list[Row]:
@@ -69,16 +78,15 @@ def guarded(title: str, check: Callable[[], list[Row]]) -> list[Row]:
         return [Row(title, f"{type(error).__name__}: {error}", float("nan"), 0.0)]
 
 
-def compile_all(home: Path, sku_name: str, quick: bool) -> None:
-    """Every kernel of a run, for a GPU that need not be here."""
-    sku = load_sku(sku_name)
-    major, minor = map(int, sku.compute_capability.split("."))
-    store = KernelStore(home, (major, minor), sku.name)
-    for case in kernel_cases(quick):
-        store.attention(case.attributes, case.activations)
-    for a in timed_attributes(quick):
-        store.attention(a, "fp16")
-    store.sampling(sampling.BLOCK_SIZE)
+def compile_ahead(store: KernelStore, jobs: int, quick: bool, say: Callable[[str], None]) -> None:
+    """Every kernel of a run, in processes side by side; what fails fails again where it is checked."""
+    began = time.monotonic()
+    wanted = [(case.attributes, case.activations) for case in kernel_cases(quick)]
+    wanted += [(a, "fp16") for a in timed_attributes(quick)]
+    failures = store.compile_ahead(wanted, sampling.BLOCK_SIZE, jobs)
+    say(f"{time.monotonic() - began:6.1f} s  kernels compiled in {jobs} processes, {len(failures)} failures")
+    for failure in failures:
+        say(f"          {failure}")
 
 
 def main() -> int:
@@ -90,10 +98,13 @@ def main() -> int:
     parser.add_argument("--sku", help="of --compile-only")
     parser.add_argument("--device", type=int, default=0, help="which GPU")
     given = parser.parse_args()
+    jobs = min(os.cpu_count() or 1, MOST_JOBS)
     if given.compile_only:
         if given.sku is None or given.kernels is None:
             parser.error("--compile-only needs --sku and --kernels")
-        compile_all(given.kernels, given.sku, given.quick)
+        sku = load_sku(given.sku)
+        major, minor = map(int, sku.compute_capability.split("."))
+        compile_ahead(KernelStore(given.kernels, (major, minor), sku.name), jobs, given.quick, print)
         return 0
     from castline.plugins.tensorrt.cuda_driver import CudaDriver
 
@@ -103,11 +114,11 @@ def main() -> int:
         print(f"nothing was checked: {error}", file=sys.stderr)
         return NO_GPU
     with tempfile.TemporaryDirectory() as made:
-        table, passed = run(driver, given.kernels or Path(made), given.quick)
-    driver.close()
+        table, passed = run(driver, given.kernels or Path(made), given.quick, jobs=jobs)
     print(table)
     if given.output is not None:
         given.output.write_text(table, encoding="utf-8")
+    driver.close()
     return 0 if passed else 1
 
 

@@ -1,4 +1,4 @@
-"""The GPU checks themselves, on a GPU that Triton's interpreter plays: they must work when first they meet a real one."""
+"""The GPU checks themselves, on a GPU that Triton's interpreter plays: they must work at their first real one."""
 
 import importlib.util
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from castline.engines.errors import EngineError
 from castline.plugins.contract import KvDtypeCode, QkNorm
 from castline.plugins.tensorrt.kernel_bench import Workload
 from castline.runtime.draw import Choice
@@ -17,9 +18,9 @@ from gpu_checks.machine import Machine
 from gpu_checks.store import KernelStore, NotRun
 from gpu_checks.table import Row, render
 
-SMALL = {"repeats": 2, "flush_bytes": 1 << 12, "copy_bytes": 1 << 16}
+SMALL = {"repeats": 1, "flush_bytes": 1 << 12, "copy_bytes": 1 << 16}
 TINY = {name: (Workload(2, 1, 40),) for name in ("rope_append", "decode", "decode_split")} | {
-    "prefill": (Workload(1, 20, 40),)
+    "prefill": (Workload(1, 9, 40),)
 }
 
 
@@ -133,11 +134,11 @@ def test_graph_that_differs_is_seen(
 
 
 def test_sampling(machine: Any, gpu: Any, store: KernelStore) -> None:
-    rows = sampling.check(machine, store, rows=6, vocab=2000)
+    rows = sampling.check(machine, store, rows=4, vocab=1100)
     assert [row.kernel for row in rows] == ["greedy", "greedy", "sample", "sample", "gather_inputs"]
     assert not any(row.failed for row in rows), rows
     gpu.spoil = "greedy"
-    assert any(row.failed for row in sampling.check(machine, store, rows=6, vocab=2000))
+    assert any(row.failed for row in sampling.check(machine, store, rows=4, vocab=1100))
 
 
 def test_tokens_beside_an_edge_are_allowed() -> None:
@@ -215,14 +216,45 @@ def test_the_script_runs_to_its_table(gpu: Any, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sampling, "check", lambda machine, store: 1 // 0)
     monkeypatch.setattr(attention, "check_graph", lambda machine, store: [Row("CUDA graph", "", 0.0, 0.0)])
     said: list[str] = []
+    monkeypatch.setattr(KernelStore, "compile_ahead", lambda self, wanted, block_size, jobs: [])
     text, passed = script.run(gpu, tmp_path, True, said.append, **SMALL)
     assert not passed
     assert "ZeroDivisionError" in text
     assert "Interpreted (SKU unknown)" in text
     assert "not run: this GPU is not among engines/skus" in text
-    assert "| prefill | 1 x 20 at 40" in text
+    assert "| prefill | 1 x 9 at 40" in text
     assert sum(line.endswith("ok") for line in said) == 3
     gpu.close()  # nothing is left on the device
+
+
+def test_nothing_checked_is_no_pass(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton and without kernels every check says why it was not run: that is no success."""
+    script = _script()
+    monkeypatch.setattr("gpu_checks.store.find_spec", lambda name: None)
+    text, passed = script.run(gpu, tmp_path, True, lambda line: None, **SMALL)
+    assert not passed
+    assert "0 of 0 checks passed" in text
+    assert "not run: Triton is not installed" in text
+    gpu.close()
+
+
+def test_an_illegal_access_is_reported(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one, CUDA fails every call, those that free things too: the table must be printed all the same."""
+    script = _script()
+
+    def broken(*_given: Any) -> None:
+        raise EngineError("cuMemFree gave CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    case = KernelCase(attributes(group=1, kv_heads=1, block=64), "fp16")
+    monkeypatch.setattr(script, "kernel_cases", lambda quick: [case])
+    monkeypatch.setattr(script, "checks", lambda *given: [("decode", lambda: [Row("decode", "", 0.0, 0.0)])])
+    monkeypatch.setattr(KernelStore, "compile_ahead", lambda self, wanted, block_size, jobs: [])
+    monkeypatch.setattr(gpu, "destroy_event", broken)
+    monkeypatch.setattr(gpu, "memory", lambda: (1, 2))
+    text, passed = script.run(gpu, tmp_path, True, lambda line: None, **SMALL)
+    assert not passed
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in text
+    assert "1 of 2 checks passed" in text
 
 
 def test_no_gpu_is_no_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

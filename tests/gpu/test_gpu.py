@@ -1,6 +1,9 @@
 """The checks of `tests/gpu/run.py` as tests: each case of it, where there is a GPU."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,8 @@ from gpu_checks.cases import KernelCase, kernel_cases
 from gpu_checks.machine import Machine
 from gpu_checks.store import KernelStore, NotRun
 from gpu_checks.table import Row
+
+RUN = Path(__file__).parent / "run.py"
 
 pytestmark = pytest.mark.gpu
 
@@ -28,8 +33,16 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture(scope="module")
-def store(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> KernelStore:
-    return KernelStore(tmp_path_factory.mktemp("kernels"), machine.driver.compute_capability, machine.sku)
+def store(
+    machine: Machine, tmp_path_factory: pytest.TempPathFactory, compile_environment: dict[str, str]
+) -> KernelStore:
+    """Compiled in processes of their own: in this one Triton interprets."""
+    if not machine.sku:
+        pytest.skip(f"{machine.driver.device_name} is not among engines/skus: python tests/gpu/run.py checks it")
+    home = tmp_path_factory.mktemp("kernels")
+    command = [sys.executable, str(RUN), "--compile-only", "--sku", machine.sku, "--kernels", str(home)]
+    subprocess.run(command, check=True, env=compile_environment)
+    return KernelStore(home, machine.driver.compute_capability, machine.sku)
 
 
 def judge(rows: list[Row]) -> None:

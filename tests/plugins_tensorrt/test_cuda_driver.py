@@ -203,6 +203,17 @@ def test_every_failing_call_raises(cuda: Bindings, driver: CudaDriver) -> None:
             use()
 
 
+def test_a_driver_too_old_is_said(cuda: Bindings, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda-bindings looks a function up at its first use, and raises an error of its own where it is not there."""
+
+    def missing(*_arguments: object) -> None:
+        raise RuntimeError("function cuGraphInstantiateWithFlags is not found")
+
+    monkeypatch.setattr(cuda, "cuGraphInstantiate", missing, raising=False)
+    with pytest.raises(EngineError, match=r"instantiating a captured graph: .* is not found; update the NVIDIA driver"):
+        driver.end_capture(1)
+
+
 def test_out_of_memory_says_how_much(cuda: Bindings, driver: CudaDriver) -> None:
     cuda.failing["cuMemAlloc"] = Status.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(EngineError, match=r"5,000 bytes were asked for, 3,000 of 8,000 are free; lower --memory"):

@@ -139,7 +139,8 @@ def decode_merge(
     real = part < num_splits
     highest = tl.load(partial + row + padded, mask=real, other=float("-inf"))
     total = tl.load(partial + row + padded + 1, mask=real, other=0.0)
-    weight = tl.exp2(highest - tl.max(highest))
+    top = tl.max(highest)
+    weight = tl.exp2(highest - tl.where(top == float("-inf"), 0.0, top))  # a row of length 0: padding
     summed = tl.load(partial + row[:, None] + d[None, :], mask=real[:, None], other=0.0)
     result = tl.sum(summed * weight[:, None], 0) / tl.maximum(tl.sum(total * weight), 1e-30)
     tl.store(out + (token * heads + head) * dim + d, result.to(out.dtype.element_ty), mask=d < dim)

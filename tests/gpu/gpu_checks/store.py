@@ -1,10 +1,11 @@
 """Where the kernels come from: compiled for the GPU when they are asked for, or compiled before, elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 
-from castline.engines.errors import BuildError
 from castline.engines.kernel_choices import kernel_choices
 from castline.plugins.contract import AttentionAttributes
 from castline.plugins.tensorrt.compile import Compiled, KernelCompiler, kernel_set
@@ -46,6 +47,18 @@ class KernelStore:
         compiler = KernelCompiler(self._capability, "fp16")
         return self._get(directory, lambda: sampling_kernels(compiler, self._choices, vocab_size, block_size))
 
+    def compile_ahead(
+        self, attention: Sequence[tuple[AttentionAttributes, str]], block_size: int, jobs: int
+    ) -> list[str]:
+        """Fills the store in *jobs* processes, where there is a compiler; what failed, in words."""
+        if find_spec("triton") is None:
+            return []
+        spawn = get_context("spawn")  # a forked child would share the parent's context on the GPU
+        with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+            made = [pool.submit(self.attention, a, activations) for a, activations in dict.fromkeys(attention)]
+            made.append(pool.submit(self.sampling, block_size))
+            return [str(error) for one in made if (error := one.exception()) is not None]
+
     def _get(self, directory: Path, make: Callable[[], list[Compiled]]) -> tuple[Path, KernelSet]:
         if not (directory / KERNELS_INDEX).is_file():
             self._write(directory, make)
@@ -58,10 +71,7 @@ class KernelStore:
     def _write(self, directory: Path, make: Callable[[], list[Compiled]]) -> None:
         if find_spec("triton") is None:
             raise NotRun(f"Triton is not installed, and there is no {directory.name} in --kernels {self._home}")
-        try:
-            compiled = make()
-        except BuildError as error:
-            raise NotRun(str(error)) from error
+        compiled = make()
         directory.mkdir(parents=True, exist_ok=True)
         for one in compiled:
             (directory / one.spec.cubin).write_bytes(one.cubin)
