@@ -147,7 +147,7 @@ def test_scan_accepts(room: str, source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
+    "arguments", [["--help"], ["--version"], *([name.replace("_", "-"), "--help"] for name in COMMANDS)], ids=" ".join
 )
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     """What the sources promise, seen in a fresh interpreter: the modules loaded when the command line has answered."""

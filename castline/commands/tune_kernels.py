@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,7 +18,9 @@ from castline.engines.kernel_choices import (
 )
 from castline.engines.sku import Sku, sku_of_device
 from castline.option_types import SkuChoice
-from castline.plugins.tensorrt.candidates import Tuned
+
+if TYPE_CHECKING:  # help needs no array library
+    from castline.plugins.tensorrt.candidates import Tuned
 
 HEAD_DIMS = (64, 128, 256)
 KV_DTYPES = ("fp8", "fp16")
@@ -84,7 +87,7 @@ def command(
     click.echo(f"wrote {output}")
 
 
-def _timed(sku: Sku, tuned: Sequence[Tuned], known: KernelChoices) -> KernelChoices:
+def _timed(sku: Sku, tuned: "Sequence[Tuned]", known: KernelChoices) -> KernelChoices:
     from castline.builder.tensorrt.tune_kernels import KernelTuner
     from castline.plugins.tensorrt.cuda_driver import CudaDriver
     from castline.plugins.tensorrt.kernel_bench import KernelClock, Stopwatch
