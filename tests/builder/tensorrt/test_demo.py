@@ -152,7 +152,7 @@ def test_graph_is_within_its_gate(demo: Demo, tmp_path: Path, sku: str, recipe: 
         save_graph(proof_graph(lowered.model, kept), tmp_path),
         num_blocks=demo.case.num_blocks(wanted.block_size),
         block_bytes=block_bytes,
-        options=SessionOptions(config=PROOF_CONFIG),
+        options=SessionOptions(num_threads=1, config=PROOF_CONFIG),
     ) as session:
         for tensors, rows in replay(make_tracks(demo.case.passages, wanted.block_size), limits):
             logits, first = session.step(tensors), 0
