@@ -86,8 +86,8 @@ def lower_cpu(
 
 def add_maxima(model: ir.Model) -> None:
     """Names the second output of the Linear that gives the logits, for the sampler. Other heads have none."""
-    logits = next(value for value in model.graph.outputs if value.name == LOGITS)
-    head = logits.producer()
+    logits = next((value for value in model.graph.outputs if value.name == LOGITS), None)
+    head = None if logits is None else logits.producer()
     if head is None or head.domain != DOMAIN or head.op_type != LINEAR or len(head.outputs) > 1:
         return
     head.resize_outputs(2)
