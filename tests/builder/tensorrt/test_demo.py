@@ -33,10 +33,10 @@ from castline.engines.sku import load_sku
 from castline.plugins.contract import PAGED_ATTENTION
 from castline.plugins.cpu.session import CpuSession, SessionOptions
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]  # one process: its fixture exports a model
 
 LAYERS = 30
-LEAST_KL = {"fp16": 1e-6, "bf16": 1e-5, "fp8": 5e-3, "int4": 1e-2}
+LEAST_KL = {"fp16": 1e-6, "fp8": 5e-3, "int4": 1e-2}
 """Less, and the graph does not round as the type does: it was not quantised."""
 _COMPILE = """
 from pathlib import Path
@@ -137,7 +137,7 @@ def test_whole_plan_builds(
 
 @pytest.mark.parametrize(
     ("sku", "recipe", "kv_dtype"),
-    [("a100-80", "fp16", "auto"), ("a10", "int4", "auto"), ("rtx4090", "fp8", "auto"), ("rtx4090", "bf16", "bf16")],
+    [("a100-80", "fp16", "auto"), ("a10", "int4", "auto"), ("rtx4090", "fp8", "auto")],
 )
 def test_graph_is_within_its_gate(demo: Demo, tmp_path: Path, sku: str, recipe: str, kv_dtype: str) -> None:
     """The graph that TensorRT gets, executed by ONNX Runtime, against transformers: a real model, real weights, and the
