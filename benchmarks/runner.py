@@ -43,12 +43,15 @@ class Runner:
     """Why a system is out for the rest of the round."""
 
     def run(self) -> None:
-        begun = time.monotonic()
+        """Interrupted, the results count the rounds that were whole."""
+        begun, whole = time.monotonic(), 0
         try:
             for number in range(self.settings.rounds):
                 self._round(number)
+                whole += 1
         finally:
             self.results.seconds = time.monotonic() - begun
+            self.results.rounds = max(whole, 1)
 
     def _round(self, number: int) -> None:
         draw = Draw(self.draw.vocabulary, self.draw.texts, self.draw.seed, number, self.draw.quick)

@@ -187,6 +187,22 @@ def test_what_is_far_behind_is_not_repeated(make_runner: MakeRunner, monkeypatch
     assert rounds == {"castline": 3, "fast": 3, "slow": 1}
 
 
+def test_an_interrupted_run_counts_whole_rounds(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document would claim rounds that were never measured."""
+    runner = make_runner({"castline": {}}, ["W2"], rounds=3)
+    whole = Runner._round
+
+    def interrupted(runner: Runner, number: int) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+        whole(runner, number)
+
+    monkeypatch.setattr(Runner, "_round", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run()
+    assert runner.results.rounds == 2
+
+
 def test_a_dead_system_is_out_for_the_round(make_runner: MakeRunner) -> None:
     """Why it ended is kept, and why its other cells are empty; the others go on."""
     runner = make_runner({"castline": {}, "a": {"fatal": 128}}, ["W1", "W2"])
