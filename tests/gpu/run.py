@@ -3,7 +3,8 @@
 python tests/gpu/run.py [--quick] [--output FILE.md] [--kernels DIR]
 
 Works from a checkout with castline installed (`pip install '.[build-gpu]'`; `[tensorrt]` beside it for data-centre
-GPUs). Meant to take less than 8 minutes, and never timed on a GPU. Exit code 1: something failed; 2: there is no GPU to check.
+GPUs). Meant to take less than 8 minutes, and never timed on a GPU. Exit code 1: something failed; 2: there is no GPU to
+check.
 
 Where Triton cannot be installed beside the GPU, compile on another machine and bring the folder:
 
