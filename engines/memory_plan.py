@@ -20,16 +20,16 @@ class MemoryPolicy:
 
     utilization: float
     """Share of the available memory for weights, a step's buffers and the KV pool."""
-    pool_bytes: int | None = None
-    """Bound of the pool; None takes the whole share, whatever its sequences can fill."""
+    tokens_per_seq: int | None = None
+    """Bounds the pool: one sequence of max_model_len, and so many tokens for each of the others. None takes the whole
+    share, whatever its sequences can fill."""
 
 
-DEFAULT_POOL_BYTES = 512 << 20
+HOST_POLICY = MemoryPolicy(utilization=0.8, tokens_per_seq=256)
 """Every page of a host's pool is touched before the engine is ready, so that no request pays for it: 0.1 s for 512 MiB
-of huge pages, and up to 0.8 s in a virtual machine that has to get them from its host first. --kv-blocks or
---memory-utilization lift the bound, and the start takes what it takes."""
-
-HOST_POLICY = MemoryPolicy(utilization=0.8, pool_bytes=DEFAULT_POOL_BYTES)
+of huge pages, and up to 0.8 s in a virtual machine that has to get them from its host first; and it stays resident. So
+the default holds what a full batch of short conversations fills beside a long one. --kv-blocks or --memory-utilization
+lift the bound, and the start takes what it takes."""
 
 
 def sku_policy(sku: Sku) -> MemoryPolicy:
@@ -95,8 +95,8 @@ def plan_memory(
         raise EngineError(f"--memory-utilization {utilization} is not a share: give more than 0, at most 1")
     step = step_bytes(model, limits.max_num_batched_tokens)
     budget = int(utilization * available_bytes) - weight_bytes - step
-    bound = policy.pool_bytes if asked.memory_utilization is None else None
-    pool = _pool(model, kv_dtype, limits, budget, asked.kv_blocks, bound)
+    tokens_per_seq = policy.tokens_per_seq if asked.memory_utilization is None else None
+    pool = _pool(model, kv_dtype, limits, budget, asked.kv_blocks, tokens_per_seq)
     plan = MemoryPlan(limits, weight_bytes, step, available_bytes, utilization, pool)
     _check_pool(plan, budget, asked)
     return plan
@@ -129,15 +129,15 @@ def step_bytes(model: ModelFacts, max_tokens: int) -> int:
 
 
 def _pool(
-    model: ModelFacts, kv_dtype: KvDtype, limits: Limits, budget: int, blocks: int | None, bound_bytes: int | None
+    model: ModelFacts, kv_dtype: KvDtype, limits: Limits, budget: int, blocks: int | None, tokens_per_seq: int | None
 ) -> KvCapacity:
-    """Exactly *blocks*, or what fits the budget; under a bound no more than its sequences can fill, but one always."""
-    fitting = plan_kv(model, kv_dtype, limits.block_size, limits.max_model_len, budget)
-    if blocks is None and bound_bytes is not None:
-        needed = blocks_for(limits.max_model_len, limits.block_size)
-        bound = max(needed, min(limits.max_num_seqs * needed, bound_bytes // fitting.bytes_per_block))
-        blocks = min(fitting.num_blocks, bound)
-    return plan_kv(model, kv_dtype, limits.block_size, limits.max_model_len, budget, blocks)
+    """Exactly *blocks*, or what fits the budget and the bound."""
+    longest, block_size = limits.max_model_len, limits.block_size
+    fitting = plan_kv(model, kv_dtype, block_size, longest, budget)
+    if blocks is None and tokens_per_seq is not None:
+        others = (limits.max_num_seqs - 1) * blocks_for(min(tokens_per_seq, longest), block_size)
+        blocks = min(fitting.num_blocks, blocks_for(longest, block_size) + others)
+    return plan_kv(model, kv_dtype, block_size, longest, budget, blocks)
 
 
 def _check_pool(plan: MemoryPlan, budget: int, asked: Asked) -> None:

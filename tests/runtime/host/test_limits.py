@@ -7,7 +7,7 @@ import pytest
 from castline.engines.capacity import blocks_for
 from castline.engines.errors import EngineError
 from castline.engines.manifest import BundleFile, Manifest
-from castline.engines.memory_plan import DEFAULT_POOL_BYTES
+from castline.engines.memory_plan import HOST_POLICY
 from castline.runtime.loader import DEFAULT_DRAFTS, LoadOptions, reconcile_limits
 
 GIB = 1 << 30
@@ -25,19 +25,20 @@ def test_defaults_are_the_bundles(sample_manifest: Manifest) -> None:
 
 
 def test_the_default_pool_is_no_larger_than_its_sequences_can_fill(sample_manifest: Manifest) -> None:
-    """On a host of 1 TiB, 80 % of it must not be zeroed for 64 sequences of 512 tokens."""
-    limits, _ = reconcile_limits(sample_manifest, LoadOptions(), 1024 * GIB)
-    assert limits.num_blocks == 64 * blocks_for(512, 16)
+    """On a host of 1 TiB, 80 % of it must not be zeroed for 64 sequences of 200 tokens."""
+    limits, _ = reconcile_limits(sample_manifest, LoadOptions(max_model_len=200), 1024 * GIB)
+    assert limits.num_blocks == 64 * blocks_for(200, 16)
 
 
 def test_the_default_pool_is_bounded_for_a_quick_start(sample_manifest: Manifest) -> None:
-    """C11: every page is touched before ready, so the default must be touchable in tenths of a second."""
+    """C11: every page is touched before ready, so the default holds one long sequence and a batch of short ones, and a
+    bundle made for very long ones does not take the whole host."""
+    limits, _ = reconcile_limits(sample_manifest, LoadOptions(max_num_seqs=4, max_model_len=400), 64 * GIB)
+    assert HOST_POLICY.tokens_per_seq == 256
+    assert limits.num_blocks == blocks_for(400, 16) + 3 * 256 // 16
     long = replace(sample_manifest, limits=replace(sample_manifest.limits, max_model_len=1 << 20, max_num_seqs=64))
-    long = replace(long, model=replace(long.model, num_layers=30, num_kv_heads=3, head_dim=64))
-    _, pool = reconcile_limits(replace(long, limits=replace(long.limits, max_model_len=8192)), LoadOptions(), 64 * GIB)
-    assert DEFAULT_POOL_BYTES - pool.bytes_per_block < pool.total_bytes <= DEFAULT_POOL_BYTES
-    limits, pool = reconcile_limits(long, LoadOptions(), 64 * GIB)
-    assert limits.num_blocks == blocks_for(1 << 20, 16), "one sequence of max_model_len always fits"
+    limits, _ = reconcile_limits(long, LoadOptions(), 64 * GIB)
+    assert limits.num_blocks == blocks_for(1 << 20, 16) + 63 * 256 // 16
 
 
 def test_an_explicit_share_of_memory_is_taken_whole(sample_manifest: Manifest) -> None:
