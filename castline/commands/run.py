@@ -32,7 +32,13 @@ PORT = click.IntRange(0, 65535)
 @click.option("--http-port", type=PORT, default=SERVER.http_port, show_default=True, help="0 picks a free port.")
 @click.option("--grpc-port", type=PORT, default=SERVER.grpc_port, show_default=True, help="0 picks a free port.")
 @click.option("--memory-utilization", type=float, metavar="SHARE", help="Share of free memory to use, 0 to 1.")
-@click.option("--kv-blocks", type=int, metavar="N", help="Exactly this many KV blocks.")
+@click.option(
+    "--kv-blocks",
+    type=int,
+    metavar="N",
+    help="Exactly this many KV blocks.  [default: on CPUs one longest sequence and 256 tokens for each of the others, "
+    "on GPUs what is free]",
+)
 @click.option("--max-model-len", type=int, metavar="TOKENS", help="Prompt and answer together.")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Sequences computed at once.")
 @click.option("--max-num-batched-tokens", type=int, metavar="TOKENS", help="Tokens of one step.")
