@@ -26,6 +26,7 @@ def manifest(target: str = "tensorrt_rtx", sku: str | None = "rtx4090", num_laye
         host=SimpleNamespace(target=target, gpu=gpu),
         model=SimpleNamespace(num_layers=num_layers),
         graph_file="model.plan",
+        device=SimpleNamespace(weight_bytes=1, scratch_bytes=1 << 20),
     )
 
 
