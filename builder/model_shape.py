@@ -207,7 +207,7 @@ def _from_gguf(path: Path, source: str) -> ModelShape:
         parameters,
         facts.vocab_size,
         layers,
-        layer_matmuls(header.shapes, layers),
+        layer_matmuls({name: shape[::-1] for name, shape in header.shapes.items()}, layers),  # as ggml orders them
         qk_norm_size(header.shapes),
         (rotary // 2,) * 2,
         caps_logits=f"{kind}.final_logit_softcapping" in header.values,

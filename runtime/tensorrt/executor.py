@@ -23,6 +23,7 @@ from castline.engines.errors import EngineError
 from castline.engines.manifest import Limits, Manifest
 from castline.engines.memory_plan import EngineMemory
 from castline.engines.sku import load_sku
+from castline.engines.user_cache import user_cache
 from castline.plugins.tensorrt.driver import Driver
 from castline.plugins.tensorrt.engine import MIXED, PlanEngine
 from castline.plugins.tensorrt.flavour import load_flavour
@@ -131,11 +132,13 @@ class TensorRtExecutor:
             launcher = Launcher(bundle / KERNELS_DIRECTORY, kernels, driver, multiprocessors)
             made.callback(launcher.close)
             host = PluginHost(kernels, multiprocessors, launcher)
-            plan = TensorRtPlan(load_flavour(target), bundle / manifest.graph_file, host)
+            compiled = _compiled_file(manifest, gpu.sku)
+            plan = TensorRtPlan(load_flavour(target), bundle / manifest.graph_file, host, compiled)
             made.callback(plan.close)
             planned = EngineMemory.of(manifest).scratch_bytes
             assert planned is not None, "an engine for a GPU"
             executor = cls(driver, launcher, plan, limits, manifest.model.num_layers, planned)
+            plan.keep_compiled()
             made.pop_all()
         return executor
 
@@ -265,6 +268,15 @@ class TensorRtExecutor:
             closing.callback(self._graphs.close)
             with suppress(EngineError):
                 self._driver.synchronize(self._stream)
+
+
+def _compiled_file(manifest: Manifest, sku: str) -> Path | None:
+    """Where the kernels that TensorRT for RTX compiles at start-up are kept: one file an engine, as far as a plan is
+    known by what it was built from."""
+    home, target = user_cache(), manifest.host.target
+    if home is None or not manifest.inputs_sha256:
+        return None
+    return home / f"{target}-{manifest.tool_versions.get(target, '')}-{sku}-{manifest.inputs_sha256[:16]}.runtime"
 
 
 def _all_greedy(step: DeviceStep) -> bool:
