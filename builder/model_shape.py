@@ -11,6 +11,8 @@ from typing import Any
 
 from castline.builder.gguf_header import read_gguf_header
 from castline.builder.model_source import DEMO, demo_path, model_name
+from castline.builder.weight_shapes import FREQUENCIES, Shapes, is_called, layer_matmuls, qk_norm_size
+from castline.engines.device_memory import WeightShapes
 from castline.engines.errors import BuildError
 from castline.engines.manifest import ModelFacts
 from castline.engines.precision import Parameters
@@ -23,12 +25,8 @@ GATED_MODELS = frozenset(
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
-FREQUENCIES = ("inv_freq", "rope_freqs.weight")
-"""Tables that some files carry, and no model learns."""
 MAX_HEADER_BYTES = 100_000_000
 """Bound of the safetensors format."""
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,7 @@ class ModelShape:
 
     facts: ModelFacts
     parameters: Parameters
+    weights: WeightShapes
 
 
 def read_shape(model: str) -> ModelShape:
@@ -62,16 +61,16 @@ def _from_directory(directory: Path, source: str) -> ModelShape:
     kv_heads = config.size("num_key_value_heads", heads)
     vocab = config.size("vocab_size")
     tied = bool(config.values.get("tie_word_embeddings", True))  # only what differs from the default is written
-    parameters = _stored_parameters(directory, tied)
-    if parameters is None:
+    shapes = _stored_shapes(directory)
+    if shapes is None:
         if kind not in GATED_MODELS:
             raise BuildError(
                 f"plan: {directory} has no safetensors, and the size of a {kind} cannot be told from its config alone; "
                 "put model.safetensors or its index beside it"
             )
-        attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-        layer = attention + 3 * hidden * config.size("intermediate_size") + 2 * hidden
-        parameters = Parameters(layers * layer + hidden, vocab * hidden, 0 if tied else vocab * hidden)
+        widths = (heads * head_dim, kv_heads * head_dim, config.size("intermediate_size"))
+        shapes = _gated_shapes(layers, hidden, vocab, *widths)
+    parameters = _count(shapes, EMBEDDINGS, HEADS, tied)
     facts = _facts(
         parameters,
         name=directory.resolve().name,
@@ -86,7 +85,40 @@ def _from_directory(directory: Path, source: str) -> ModelShape:
         max_position=_max_position(config),
         windows=_windows(config.values, layers),
     )
-    return ModelShape(facts, parameters)
+    weights = WeightShapes(
+        parameters,
+        vocab,
+        layers,
+        layer_matmuls(shapes, layers),
+        qk_norm_size(shapes),
+        _tables(config.values, head_dim),
+        caps_logits=bool(config.values.get("final_logit_softcapping")),
+    )
+    return ModelShape(facts, parameters, weights)
+
+
+def _gated_shapes(layers: int, hidden: int, vocab: int, query: int, key: int, inner: int) -> Shapes:
+    """The weights of a model with gated layers; both tables."""
+    matmuls = {
+        "q_proj": (query, hidden),
+        "k_proj": (key, hidden),
+        "v_proj": (key, hidden),
+        "o_proj": (hidden, query),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    layer = {**matmuls, "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    shapes = {f"layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in layer.items()}
+    return {**shapes, "norm.weight": (hidden,), EMBEDDINGS[0]: (vocab, hidden), HEADS[0]: (vocab, hidden)}
+
+
+def _tables(values: dict[str, Any], head_dim: int) -> tuple[int, ...]:
+    """Widths of RoPE's cosines and sines, of each kind of layer that has frequencies of its own."""
+    rope = values.get("rope_parameters") or {}
+    kinds = sum(isinstance(one, dict) for one in rope.values()) or (2 if values.get("rope_local_base_freq") else 1)
+    factor = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or values.get("rotary_pct") or 1
+    return (int(head_dim * factor) // 2,) * (2 * kinds)
 
 
 def _refuse_unbuildable(config: "_Fields", kind: str) -> None:
@@ -122,15 +154,14 @@ def _windows(values: dict[str, Any], layers: int) -> tuple[int, ...]:
     return windows if any(windows) else ()
 
 
-def _stored_parameters(directory: Path, tied: bool) -> Parameters | None:
-    """Counted in the headers of the safetensors files; None where a file of them is missing."""
+def _stored_shapes(directory: Path) -> Shapes | None:
+    """From the headers of the safetensors files; None where a file of them is missing."""
     index = directory / "model.safetensors.index.json"
     names = sorted(set(_json(index).get("weight_map", {}).values())) if index.is_file() else ["model.safetensors"]
     files = [directory / name for name in names]
     if not files or not all(file.is_file() for file in files):
         return None
-    shapes = {name: shape for file in files for name, shape in _safetensors_shapes(file).items()}
-    return _count(shapes, EMBEDDINGS, HEADS, tied)
+    return {name: shape for file in files for name, shape in _safetensors_shapes(file).items()}
 
 
 def _safetensors_shapes(file: Path) -> Shapes:
@@ -171,7 +202,17 @@ def _from_gguf(path: Path, source: str) -> ModelShape:
         max_position=values.size(f"{kind}.context_length"),
         windows=(window,) * layers if window else (),
     )
-    return ModelShape(facts, parameters)
+    rotary = values.size(f"{kind}.rope.dimension_count", facts.head_dim)
+    weights = WeightShapes(
+        parameters,
+        facts.vocab_size,
+        layers,
+        layer_matmuls({name: shape[::-1] for name, shape in header.shapes.items()}, layers),  # as ggml orders them
+        qk_norm_size(header.shapes),
+        (rotary // 2,) * 2,
+        caps_logits=f"{kind}.final_logit_softcapping" in header.values,
+    )
+    return ModelShape(facts, parameters, weights)
 
 
 def _facts(parameters: Parameters, **shape: Any) -> ModelFacts:
@@ -188,19 +229,15 @@ def _count(shapes: Shapes, embeddings: tuple[str, ...], heads: tuple[str, ...], 
     """*tied* ignores a stored head: some checkpoints carry a copy of the embedding."""
     counted = {"embedding": 0, "head": 0, "layers": 0}
     for name, shape in shapes.items():
-        if _is_called(name, FREQUENCIES):
+        if is_called(name, FREQUENCIES):
             continue
-        part = "embedding" if _is_called(name, embeddings) else "head" if _is_called(name, heads) else "layers"
+        part = "embedding" if is_called(name, embeddings) else "head" if is_called(name, heads) else "layers"
         counted[part] += math.prod(shape)
     if not counted["embedding"]:
         raise BuildError(
             f"plan: no tensor is called {' or '.join(embeddings)}: this is no language model castline knows"
         )
     return Parameters(counted["layers"], counted["embedding"], 0 if tied else counted["head"])
-
-
-def _is_called(name: str, endings: tuple[str, ...]) -> bool:
-    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
 class _Fields:

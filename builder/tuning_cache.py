@@ -18,6 +18,7 @@ import msgspec
 
 from castline.engines.errors import BuildError
 from castline.engines.manifest import Host
+from castline.engines.user_cache import user_cache
 
 CACHE_SCHEMA = 2
 """Of the entries, and of how a case is timed."""
@@ -43,13 +44,10 @@ class _Entry(msgspec.Struct):
 
 def default_cache_dir() -> Path:
     """``$XDG_CACHE_HOME/castline``, or ``~/.cache/castline``. Raises BuildError for a user without a home."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base) / "castline"
-    try:
-        return Path.home() / ".cache" / "castline"
-    except RuntimeError:  # a container's user whom nobody knows
-        raise BuildError("autotune: this user has no home directory: name a --cache-dir for the timings") from None
+    found = user_cache()
+    if found is None:
+        raise BuildError("autotune: this user has no home directory: name a --cache-dir for the timings")
+    return found
 
 
 class TuningCache:

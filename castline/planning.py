@@ -16,11 +16,12 @@ from castline.builder.recipes import AUTO_RECIPE, DEFAULT_RECIPE
 from castline.builder.recipes import recipe as find_recipe
 from castline.engines.bundle import find_bundle
 from castline.engines.capacity import blocks_for
+from castline.engines.device_memory import device_memory
 from castline.engines.errors import EngineError
 from castline.engines.host import available_memory_bytes
 from castline.engines.manifest import KvDtype, Limits, ModelFacts, read_manifest
-from castline.engines.memory_plan import HOST_POLICY, Asked, MemoryPlan, bundle_bytes, plan_memory, sku_policy
-from castline.engines.precision import Parameters, gpu_weights, weight_bytes
+from castline.engines.memory_plan import HOST_POLICY, Asked, EngineMemory, MemoryPlan, plan_memory, sku_policy
+from castline.engines.precision import Parameters, gpu_weights
 from castline.engines.roofline import Estimate, Roofline
 from castline.engines.sku import HOST_SKU, Sku, check_precision, load_sku
 from castline.option_types import sku_defaults
@@ -41,7 +42,7 @@ class Engine:
     recipe: str
     kv_dtype: KvDtype
     built: Limits
-    weight_bytes: int
+    memory: EngineMemory
     is_built: bool
     sku: Sku | None
 
@@ -85,7 +86,7 @@ def plan(model: str, sku: Sku | str | None, options: Mapping[str, Any], asked: A
         engine = engine_of_bundle(find_bundle(Path(model)), sku, options)
     available = available_memory_bytes() if engine.sku is None else engine.sku.memory_bytes
     policy = HOST_POLICY if engine.sku is None else sku_policy(engine.sku)
-    memory = plan_memory(engine.model, engine.kv_dtype, engine.built, engine.weight_bytes, available, asked, policy)
+    memory = plan_memory(engine.model, engine.kv_dtype, engine.built, engine.memory, available, asked, policy)
     return Report(engine, memory, None if engine.sku is None else _speeds(engine, engine.sku, memory, context))
 
 
@@ -108,7 +109,7 @@ def engine_of_bundle(bundle: Path, sku: Sku | str | None, options: Mapping[str, 
         recipe=manifest.precision.recipe,
         kv_dtype=manifest.precision.kv_dtype,
         built=manifest.limits,
-        weight_bytes=bundle_bytes(manifest),
+        memory=EngineMemory.of(manifest),
         is_built=True,
         sku=None if built_for == HOST_SKU else load_sku(built_for),
     )
@@ -127,12 +128,14 @@ def engine_of_model(model: str, sku: Sku | None, options: Mapping[str, Any], ask
             raise EngineError(f"--kv-dtype {kv_dtype} is for GPUs; on a cpu choose {', '.join(CPU_KV_DTYPES)}")
         if recipe == AUTO_RECIPE:  # which it is, the weights say; int8 is the larger
             recipe = "int8"
-        size = engine_bytes(shape.facts, find_recipe(recipe))
     else:
         check_precision(sku, recipe, kv_dtype)
-        size = weight_bytes(shape.parameters, gpu_weights(recipe))
     limits = _limits(shape.facts, values, asked)
-    return Engine(shape.facts, shape.parameters, recipe, kv_dtype, limits, size, False, sku)
+    if sku is None:
+        memory = EngineMemory(engine_bytes(shape.facts, find_recipe(recipe)))
+    else:
+        memory = EngineMemory.on_device(device_memory(shape.weights, gpu_weights(recipe), limits))
+    return Engine(shape.facts, shape.parameters, recipe, kv_dtype, limits, memory, False, sku)
 
 
 def _limits(facts: ModelFacts, values: Mapping[str, Any], asked: Asked) -> Limits:
@@ -161,5 +164,5 @@ def _speeds(engine: Engine, sku: Sku, memory: MemoryPlan, context: int | None) -
         context=context,
         decode=tuple(Decode(batch, roofline.decode(batch, context)) for batch in batches),
         prefill=roofline.prefill(context, memory.limits.max_num_batched_tokens),
-        in_l2=engine.weight_bytes <= sku.l2_mib << 20,
+        in_l2=engine.memory.weight_bytes <= sku.l2_mib << 20,
     )

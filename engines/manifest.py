@@ -88,6 +88,15 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What an engine takes of its GPU beside KV blocks and a step's buffers (`castline.engines.device_memory`)."""
+
+    weight_bytes: Positive
+    scratch_bytes: Positive
+    """Bound of what TensorRT works in, at the limits of the build."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """The tuner's choices. ``measured`` is False where documented defaults were taken (`--no-tune`)."""
 
@@ -174,6 +183,8 @@ class Manifest:
     files: dict[str, BundleFile]
     inputs_sha256: str = ""
     """Of everything that a TensorRT plan was built from. Two builds of one input give plans of different bytes."""
+    device: DeviceMemory | None = None
+    """None for the cpu target, whose files are its weights."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

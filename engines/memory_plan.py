@@ -7,8 +7,9 @@ Sizes are in bytes, lengths in tokens.
 from dataclasses import dataclass
 
 from castline.engines.capacity import KvCapacity, blocks_for, plan_kv
+from castline.engines.device_memory import buffer_bytes
 from castline.engines.errors import EngineError
-from castline.engines.manifest import Host, KvDtype, Limits, Manifest, ModelFacts
+from castline.engines.manifest import DeviceMemory, Host, KvDtype, Limits, Manifest, ModelFacts
 from castline.engines.sku import Sku, load_sku
 
 MIB = 1 << 20
@@ -42,9 +43,32 @@ def memory_policy(host: Host) -> MemoryPolicy:
     return HOST_POLICY if host.gpu is None else sku_policy(load_sku(host.gpu.sku))
 
 
-def bundle_bytes(manifest: Manifest) -> int:
-    """What a bundle's weights take, as its files: graph and tokenizer among them, a few MiB."""
-    return sum(file.size for file in manifest.files.values())
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """What an engine takes whatever its pool."""
+
+    weight_bytes: int
+    scratch_bytes: int | None = None
+    """What TensorRT works in, at the limits of the build; None on a host, where `host_step_bytes` has it too."""
+
+    @classmethod
+    def on_device(cls, device: DeviceMemory) -> "EngineMemory":
+        return cls(device.weight_bytes, device.scratch_bytes)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "EngineMemory":
+        """On a host the weights are the bundle's files: graph and tokenizer among them, a few MiB.
+
+        Raises EngineError for an engine for a GPU that does not say what it takes.
+        """
+        if manifest.host.gpu is None:
+            return cls(sum(file.size for file in manifest.files.values()))
+        if manifest.device is None:
+            raise EngineError(
+                f"engine.json: device is missing: what the engine of {manifest.model.name} takes of its GPU; "
+                f"rebuild it: {manifest.rebuild_command}"
+            )
+        return cls.on_device(manifest.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +104,12 @@ def plan_memory(
     model: ModelFacts,
     kv_dtype: KvDtype,
     built: Limits,
-    weight_bytes: int,
+    engine: EngineMemory,
     available_bytes: int,
     asked: Asked,
     policy: MemoryPolicy = HOST_POLICY,
 ) -> MemoryPlan:
-    """Divides *available_bytes* for an engine of *weight_bytes* built with the limits *built*.
+    """Divides *available_bytes* for an *engine* built with the limits *built*.
 
     Raises EngineError naming option, limit and cure where that leaves no room for one sequence of max_model_len.
     """
@@ -93,11 +117,11 @@ def plan_memory(
     utilization = policy.utilization if asked.memory_utilization is None else asked.memory_utilization
     if not 0 < utilization <= 1:
         raise EngineError(f"--memory-utilization {utilization} is not a share: give more than 0, at most 1")
-    step = step_bytes(model, limits.max_num_batched_tokens)
-    budget = int(utilization * available_bytes) - weight_bytes - step
+    step = step_bytes(model, limits, engine)
+    budget = int(utilization * available_bytes) - engine.weight_bytes - step
     tokens_per_seq = policy.tokens_per_seq if asked.memory_utilization is None else None
     pool = _pool(model, kv_dtype, limits, budget, asked.kv_blocks, tokens_per_seq)
-    plan = MemoryPlan(limits, weight_bytes, step, available_bytes, utilization, pool)
+    plan = MemoryPlan(limits, engine.weight_bytes, step, available_bytes, utilization, pool)
     _check_pool(plan, budget, asked)
     return plan
 
@@ -119,7 +143,15 @@ def limits_in_force(built: Limits, asked: Asked) -> Limits:
     return Limits(max_model_len, built.block_size, max_num_seqs, max_tokens)
 
 
-def step_bytes(model: ModelFacts, max_tokens: int) -> int:
+def step_bytes(model: ModelFacts, limits: Limits, engine: EngineMemory) -> int:
+    """Upper bound of what the largest step needs. Lower limits make a device's buffers smaller, and not its scratch
+    memory, which TensorRT asks for as the plan was built."""
+    if engine.scratch_bytes is None:
+        return host_step_bytes(model, limits.max_num_batched_tokens)
+    return buffer_bytes(model.vocab_size, limits) + engine.scratch_bytes
+
+
+def host_step_bytes(model: ModelFacts, max_tokens: int) -> int:
     """Upper bound of the buffers of the largest step.
 
     A step holds a few hidden-size rows a token (16 covers a gate-and-up matmul's output at 4 x hidden), and float32

@@ -21,8 +21,10 @@ class WeightFormat:
 
 
 HALF_BITS = 16
-INT4_BLOCK = 128
-"""Weights along K that share a 16-bit scale."""
+INT4_BLOCKS = (128, 64, 32)
+"""Weights along K that share a 16-bit scale, the first that divides K: TensorRT takes whole blocks only. A matmul that
+none divides keeps 16 bits."""
+INT4_BLOCK = INT4_BLOCKS[0]
 
 GPU_WEIGHTS = {
     form.name: form
@@ -70,12 +72,6 @@ class Parameters:
         head = table if lookup else 0
         embedding = lookup or table
         return cls(model.num_parameters - embedding - head, embedding, head)
-
-
-def weight_bytes(parameters: Parameters, form: WeightFormat) -> int:
-    """Bytes of all weights."""
-    rest = parameters.embedding + parameters.head
-    return int(parameters.layers * form.layer_bits + rest * HALF_BITS) // 8
 
 
 def bytes_read(parameters: Parameters, form: WeightFormat) -> int:

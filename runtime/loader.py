@@ -23,7 +23,7 @@ from castline.engines.errors import EngineError
 from castline.engines.gpu import FoundGpu, detect_gpu
 from castline.engines.host import available_memory_bytes, detect_host
 from castline.engines.manifest import MANIFEST_NAME, Host, Manifest, Plugin, Target, read_manifest
-from castline.engines.memory_plan import Asked, bundle_bytes, memory_policy, plan_memory
+from castline.engines.memory_plan import Asked, EngineMemory, memory_policy, plan_memory
 from castline.plugins.cpu.library import describe as cpu_plugin
 from castline.plugins.tensorrt.library import describe as gpu_plugin
 from castline.runtime.client import EffectiveLimits
@@ -118,7 +118,7 @@ def reconcile_limits(
         manifest.model,
         manifest.precision.kv_dtype,
         manifest.limits,
-        bundle_bytes(manifest),
+        EngineMemory.of(manifest),
         available_bytes,
         Asked(
             max_model_len=options.max_model_len,

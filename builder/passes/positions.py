@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from castline.builder.passes.walk import add_constant, add_initializer, make, replace, users
 from castline.builder.passes.weights import remove_dead_code
+from castline.engines.device_memory import TABLE_BYTES
 from castline.plugins.contract import POSITIONS
 
-TABLE_BYTES = 8 << 20
-"""Larger ones are computed in every step, as before."""
 _SAMPLES = 7
 
 

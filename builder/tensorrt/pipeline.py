@@ -25,6 +25,7 @@ from castline.builder.preflight import check_output
 from castline.builder.progress import BuildLog
 from castline.builder.report import ReportFacts
 from castline.builder.tensorrt.calibrate import calibrate
+from castline.builder.tensorrt.footprint import footprint
 from castline.builder.tensorrt.kernels import KernelTarget, compile_kernels, node_attributes, require_compiler
 from castline.builder.tensorrt.lower import lower_tensorrt
 from castline.builder.tensorrt.matmuls import e4m3_matmuls, layer_matmuls
@@ -41,7 +42,7 @@ from castline.builder.verify import Encode, ParityReport, judge, measure, requir
 from castline.engines.bundle import write_bundle
 from castline.engines.capacity import kv_block_bytes
 from castline.engines.hashing import sha256_file
-from castline.engines.manifest import SCHEMA_VERSION, Manifest, Tuning
+from castline.engines.manifest import SCHEMA_VERSION, DeviceMemory, Manifest, Tuning
 from castline.plugins.contract import PAGED_ATTENTION
 from castline.plugins.cpu.selftest import run_self_test
 from castline.plugins.cpu.session import CpuSession, SessionOptions
@@ -95,7 +96,8 @@ def build_for_gpu(options: BuildOptions, log: BuildLog) -> Path:
         report = verify_graph(wanted, checkpoint, fused.model, graph_directory, log)
         shutil.rmtree(graph_directory)
         checkpoint.save_tokenizer(draft.directory)
-        manifest = make_manifest(wanted, report, graph_file, inputs)
+        device = footprint(fused.model, options.model, plan.recipe.name, plan.limits(wanted.block_size))
+        manifest = make_manifest(wanted, report, graph_file, inputs, device)
         facts = ReportFacts(
             stages=tuple(log.stages),
             fusions=fused.passes,
@@ -246,7 +248,9 @@ def verify_graph(
     return report
 
 
-def make_manifest(wanted: GpuBuild, report: ParityReport | None, graph_file: str, inputs: str) -> Manifest:
+def make_manifest(
+    wanted: GpuBuild, report: ParityReport | None, graph_file: str, inputs: str, device: DeviceMemory
+) -> Manifest:
     plan = wanted.plan
     return Manifest(
         schema_version=SCHEMA_VERSION,
@@ -264,6 +268,7 @@ def make_manifest(wanted: GpuBuild, report: ParityReport | None, graph_file: str
         tool_versions=dict(_tool_versions(wanted.target)),
         files={},
         inputs_sha256=inputs,
+        device=device,
     )
 
 

@@ -18,11 +18,10 @@ from castline.builder.passes.walk import add_constant, add_initializer, make, pr
 from castline.builder.passes.weights import remove_dead_code
 from castline.builder.tensorrt.matmuls import e4m3_matmuls, is_turned, layer_matmuls
 from castline.engines.errors import BuildError
+from castline.engines.precision import INT4_BLOCKS
 
 E4M3_MAX: Final = 448.0
 INT4_MAX: Final = 7
-INT4_BLOCKS: Final = (128, 64, 32)
-"""Weights along K that share a scale, the first that divides K: TensorRT takes whole blocks only."""
 LEAST_SHIFT: Final = -10
 """Of a channel's scale: a channel that is smaller still is as good as zero."""
 HALF: Final[dict[str, Any]] = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}

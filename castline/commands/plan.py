@@ -13,7 +13,7 @@ from castline.engines.memory_plan import Asked
 from castline.engines.precision import gpu_weights
 from castline.engines.sku import HOST_SKU, Sku
 from castline.option_types import WEIGHT_RECIPES, RecipeChoice, SkuChoice, merge
-from castline.planning import DEFAULT_CONTEXT, OF_THE_BUNDLE, Report, Speeds, plan
+from castline.planning import DEFAULT_CONTEXT, OF_THE_BUNDLE, Engine, Report, Speeds, plan
 
 ASKED = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
@@ -95,6 +95,7 @@ def to_json(report: Report) -> str:
             "utilization": memory.utilization,
             "weight_bytes": memory.weight_bytes,
             "weights_are_estimated": not report.engine.is_built,
+            "scratch_bytes": report.engine.memory.scratch_bytes,
             "step_bytes": memory.step_bytes,
             "pool_bytes": memory.pool.total_bytes,
         },
@@ -150,7 +151,7 @@ def _memory_lines(report: Report) -> list[str]:
     whose = "free on this machine" if report.engine.sku is None else "of the device"
     rows = [
         ("available", memory.available_bytes, whose),
-        ("weights", memory.weight_bytes, "the bundle's files" if report.engine.is_built else "estimated"),
+        ("weights", memory.weight_bytes, _weights_note(report.engine)),
         ("step", memory.step_bytes, f"activations and logits of {memory.limits.max_num_batched_tokens:,} tokens"),
         ("KV pool", memory.pool.total_bytes, f"to {memory.utilization:.0%} of what is available"),
         ("unused", memory.available_bytes - memory.used_bytes, ""),
@@ -159,6 +160,12 @@ def _memory_lines(report: Report) -> list[str]:
         "memory           MiB",
         *(f"  {name:<9}{size / 2**20:>9,.0f}  {note}".rstrip() for name, size, note in rows),
     ]
+
+
+def _weights_note(engine: Engine) -> str:
+    if not engine.is_built:
+        return "estimated"
+    return "the bundle's files" if engine.sku is None else "as the bundle records them"
 
 
 def _kv_lines(report: Report) -> list[str]:

@@ -72,8 +72,14 @@ class TensorRT:
         if flag is not None:
             config.set_flag(flag)
 
-    def create_context(self, engine: Any, fixed_shapes: bool) -> Any:
-        """An execution context with no memory of its own; None where TensorRT refuses.
+    def create_runtime_cache(self, engine: Any) -> Any:
+        """Of what is compiled for contexts; None for TensorRT itself, which compiles nothing then."""
+        config = engine.create_runtime_config() if hasattr(self.api, "IRuntimeCache") else None
+        return None if config is None else config.create_runtime_cache()
+
+    def create_context(self, engine: Any, fixed_shapes: bool, cache: Any = None) -> Any:
+        """An execution context with no memory of its own, whose kernels are looked for in *cache* and put there; None
+        where TensorRT refuses.
 
         TensorRT for RTX compiles kernels for the shapes that it meets, by default in the background: then steps would
         compete with its compiler, and a graph would hold the kernels that were to be replaced. So it does that at once
@@ -86,6 +92,8 @@ class TensorRT:
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(user_managed)
         config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if fixed_shapes else strategies.NONE
+        if cache is not None:
+            config.set_runtime_cache(cache)
         return engine.create_execution_context(config)
 
     def compute_capabilities(self) -> list[str]:

@@ -9,6 +9,7 @@ from castline.engines.errors import EngineError
 from castline.plugins.tensorrt.engine import MIXED, PlanTensor
 from castline.plugins.tensorrt.flavour import TensorRT
 from castline.plugins.tensorrt.plugin import PluginHost, register_plugin
+from castline.plugins.tensorrt.runtime_cache import RuntimeCache
 
 _SHOWN_ERRORS = 3
 
@@ -16,19 +17,21 @@ _SHOWN_ERRORS = 3
 class TensorRtPlan:
     """Implements `castline.plugins.tensorrt.engine.PlanEngine`. The driver's context is current in this thread."""
 
-    def __init__(self, tensorrt: TensorRT, path: Path, host: PluginHost) -> None:
-        """Deserialises *path*; *host* has the launcher of its kernels. Raises EngineError in TensorRT's words."""
+    def __init__(self, tensorrt: TensorRT, path: Path, host: PluginHost, compiled: Path | None = None) -> None:
+        """Deserialises *path*; *host* has the launcher of its kernels, and what TensorRT compiles for contexts is kept
+        in *compiled*. Raises EngineError in TensorRT's words."""
         self._tensorrt, self._host = tensorrt, host
         self._log = make_log(tensorrt.api)
         self._creator = register_plugin(tensorrt, host)
         self._runtime = tensorrt.api.Runtime(self._log)
         self._engine = self._deserialize(path)
+        self._cache = RuntimeCache(tensorrt, self._engine, compiled)
         self._contexts: list[_Context] = []
         self.tensors: Mapping[str, PlanTensor] = dict(self._describe(i) for i in range(self._engine.num_io_tensors))
         self.scratch_bytes = int(self._engine.device_memory_size_v2)
 
     def create_context(self, profile: int, scratch: int, stream: int, *, fixed_shapes: bool) -> "_Context":
-        made = self._tensorrt.create_context(self._engine, fixed_shapes)
+        made = self._tensorrt.create_context(self._engine, fixed_shapes, self._cache.handle)
         if made is None:
             raise EngineError(self._log.explain("an execution context cannot be made"))
         made.set_device_memory(scratch, self.scratch_bytes)
@@ -38,12 +41,17 @@ class TensorRtPlan:
         self._contexts.append(context)
         return context
 
+    def keep_compiled(self) -> None:
+        """Once every context has run: the next start compiles nothing again."""
+        self._cache.save()
+
     def close(self) -> None:
         """TensorRT releases an object with its last reference: contexts before the engine, and that before its
         runtime."""
         for context in self._contexts:
             context.release()
         self._contexts.clear()
+        self._cache.handle = None
         self._engine = None
         self._runtime = None
 

@@ -42,6 +42,24 @@ class DeviceMemory:
         self._made.callback(self._driver.free_pinned, memory)
         return memory
 
+    def require_room(self, scratch: int, planned: int, pools: int, buffers: int, num_blocks: int) -> None:
+        """For scratch memory beyond what was *planned*, beside *pools* of *num_blocks* and *buffers*, all to come and
+        in bytes: it is taken from what the plan left unused. Raises EngineError where that is not enough."""
+        free, _ = self._driver.memory()
+        if scratch <= planned or scratch + pools + buffers <= free:
+            return
+        fitting = max(0, free - scratch - buffers) * num_blocks // pools
+        cure = (
+            f"give --kv-blocks {fitting}, or lower --memory-utilization"
+            if fitting
+            else ("rebuild the engine with a lower --max-num-batched-tokens, which that memory is for")
+        )
+        raise EngineError(
+            f"TensorRT asks for {scratch / MIB:.1f} MiB to work in, where {planned / MIB:.1f} MiB were planned, and "
+            f"with {pools / MIB:.1f} MiB of KV pool and {buffers / MIB:.1f} MiB of a step's buffers that is more than "
+            f"the {free / MIB:.1f} MiB that are free: {cure}"
+        )
+
     def create_stream(self) -> int:
         stream = self._driver.create_stream()
         self._made.callback(self._driver.destroy_stream, stream)

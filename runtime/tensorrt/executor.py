@@ -18,9 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from castline.engines.capacity import blocks_for
+from castline.engines.device_memory import buffer_bytes
 from castline.engines.errors import EngineError
-from castline.engines.manifest import Manifest
+from castline.engines.manifest import Limits, Manifest
+from castline.engines.memory_plan import EngineMemory
 from castline.engines.sku import load_sku
+from castline.engines.user_cache import user_cache
 from castline.plugins.tensorrt.driver import Driver
 from castline.plugins.tensorrt.engine import MIXED, PlanEngine
 from castline.plugins.tensorrt.flavour import load_flavour
@@ -71,10 +74,16 @@ class TensorRtExecutor:
     """Not thread-safe: one loop owns it, in the thread that the driver's context is current in."""
 
     def __init__(
-        self, driver: Driver, launcher: Launcher, engine: PlanEngine, limits: EffectiveLimits, num_layers: int
+        self,
+        driver: Driver,
+        launcher: Launcher,
+        engine: PlanEngine,
+        limits: EffectiveLimits,
+        num_layers: int,
+        planned_scratch: int,
     ) -> None:
-        """Allocates everything and captures the decodes. It owns *driver*, *launcher* and *engine* from then on, but
-        not where this raises EngineError."""
+        """Allocates everything and captures the decodes; *planned_scratch* is the manifest's bound of the plan's own
+        memory. It owns *driver*, *launcher* and *engine* from then on, but not where this raises EngineError."""
         self.vocab_size = vocabulary(engine)
         self._driver, self._launcher, self._engine, self._limits = driver, launcher, engine, limits
         self._largest = largest = LargestStep.of(limits)
@@ -85,6 +94,12 @@ class TensorRtExecutor:
         self._last_drawn: NDArray[np.int64] | None = None
         """Rows that the last step's draws were from."""
         self._pool_shapes = pool_shapes(engine, num_layers, limits.num_blocks)
+        pool_bytes = sum(blocks * block_bytes for blocks, block_bytes in self._pool_shapes)
+        buffers = buffer_bytes(
+            self.vocab_size,
+            Limits(limits.max_model_len, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens),
+        )
+        memory.require_room(engine.scratch_bytes, planned_scratch, pool_bytes, buffers, limits.num_blocks)
         self._stream = memory.create_stream()
         self._graphs = DecodeGraphs(driver, self._stream)
         try:
@@ -117,9 +132,13 @@ class TensorRtExecutor:
             launcher = Launcher(bundle / KERNELS_DIRECTORY, kernels, driver, multiprocessors)
             made.callback(launcher.close)
             host = PluginHost(kernels, multiprocessors, launcher)
-            plan = TensorRtPlan(load_flavour(target), bundle / manifest.graph_file, host)
+            compiled = _compiled_file(manifest, gpu.sku)
+            plan = TensorRtPlan(load_flavour(target), bundle / manifest.graph_file, host, compiled)
             made.callback(plan.close)
-            executor = cls(driver, launcher, plan, limits, manifest.model.num_layers)
+            planned = EngineMemory.of(manifest).scratch_bytes
+            assert planned is not None, "an engine for a GPU"
+            executor = cls(driver, launcher, plan, limits, manifest.model.num_layers, planned)
+            plan.keep_compiled()
             made.pop_all()
         return executor
 
@@ -249,6 +268,15 @@ class TensorRtExecutor:
             closing.callback(self._graphs.close)
             with suppress(EngineError):
                 self._driver.synchronize(self._stream)
+
+
+def _compiled_file(manifest: Manifest, sku: str) -> Path | None:
+    """Where the kernels that TensorRT for RTX compiles at start-up are kept: one file an engine, as far as a plan is
+    known by what it was built from."""
+    home, target = user_cache(), manifest.host.target
+    if home is None or not manifest.inputs_sha256:
+        return None
+    return home / f"{target}-{manifest.tool_versions.get(target, '')}-{sku}-{manifest.inputs_sha256[:16]}.runtime"
 
 
 def _all_greedy(step: DeviceStep) -> bool:

@@ -16,9 +16,10 @@ from castline.builder.passes.activations import fuse_gelu_tanh
 from castline.builder.passes.matmuls import merge_gate_up, merge_qkv, split_gemm
 from castline.builder.passes.norms import fuse_rms_norm, fuse_skip_norm
 from castline.builder.passes.pipeline import run_passes
-from castline.builder.passes.positions import TABLE_BYTES, tabulate_positions
+from castline.builder.passes.positions import tabulate_positions
 from castline.builder.passes.rows import drop_batch_axis, gather_rows, share_tied_head, take_rows_early
 from castline.builder.passes.weights import fold_constants, remove_dead_code, transpose_weights
+from castline.engines.device_memory import TABLE_BYTES
 
 T, H, R = 5, 8, 2
 

@@ -18,6 +18,7 @@ from castline.engines.errors import CastlineError, EngineError
 from castline.engines.manifest import (
     SCHEMA_VERSION,
     BundleFile,
+    DeviceMemory,
     Gpu,
     Host,
     Limits,
@@ -55,6 +56,7 @@ GPU = replace(
     precision=Precision("fp8", "fp8"),
     limits=Limits(8192, 32, 256, 4096),
     host=Host("tensorrt_rtx", "x86_64", "Some CPU", (), 2, Gpu("l4", "", "8.9")),
+    device=DeviceMemory(weight_bytes=168 << 20, scratch_bytes=600 << 20),
 )
 
 
@@ -231,7 +233,7 @@ def test_a_bundle_keeps_what_it_was_built_with(save: Callable[[Manifest], Path])
         invoke("--model", repository, "--kv-dtype", "bf16")
     with pytest.raises(EngineError, match="--max-num-seqs 257 is over the engine's 256"):
         invoke("--model", repository, "--max-num-seqs", 257)
-    assert "the bundle's files" in invoke("--model", repository, "--sku", "L4").output
+    assert "as the bundle records them" in invoke("--model", repository, "--sku", "L4").output
     with pytest.raises(EngineError, match=r"--sku l4: .* was built for cpu"):
         invoke("--model", save(CPU), "--sku", "l4")
 

@@ -53,6 +53,21 @@ class Context:
         return self._call("execute_async_v3", stream)
 
 
+class Compiled:
+    """A runtime cache: what it read, and what the engine's contexts have made."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def deserialize(self, blob: bytes) -> bool:
+        self.engine.compiled = blob
+        return True
+
+    def serialize(self) -> bytes:
+        made: bytes = self.engine.compiled
+        return made
+
+
 class Engine:
     num_io_tensors = 2
     device_memory_size_v2 = 4096
@@ -60,6 +75,8 @@ class Engine:
     def __init__(self, log: Any) -> None:
         self.context: Context | None = Context(log)
         self.asked: Any = None
+        self.caches: list[Any] = []
+        self.compiled = b""
 
     def get_tensor_name(self, index: int) -> str:
         return ("input_ids", "logits")[index]
@@ -78,7 +95,8 @@ class Engine:
         return (-1, 97)
 
     def create_runtime_config(self) -> Any:
-        config = SimpleNamespace(allocation=None)
+        config = SimpleNamespace(allocation=None, create_runtime_cache=lambda: Compiled(self))
+        config.set_runtime_cache = self.caches.append
         config.set_execution_context_allocation_strategy = lambda one: setattr(config, "allocation", one)
         return config
 
@@ -99,6 +117,8 @@ def fake_api(rtx: bool = True, engine: Any = Engine) -> Any:
             return engine(self.log)
 
     strategies = {"DynamicShapesKernelSpecializationStrategy": SimpleNamespace(EAGER="eager", NONE="none")}
+    if rtx:
+        strategies["IRuntimeCache"] = SimpleNamespace()
     return SimpleNamespace(
         ILogger=ILogger,
         Runtime=Runtime,
@@ -113,10 +133,10 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(plan_engine, "register_plugin", lambda tensorrt, host: "creator")
     (tmp_path / "model.plan").write_bytes(b"the plan")
 
-    def make(api: Any = None, path: Path | None = None) -> TensorRtPlan:
+    def make(api: Any = None, path: Path | None = None, compiled: Path | None = None) -> TensorRtPlan:
         tensorrt = TensorRT("tensorrt_rtx", api or fake_api(), "1.7.1")
         host = PluginHost(KernelSet("8.9", "triton", ()), 100)
-        return TensorRtPlan(tensorrt, path or tmp_path / "model.plan", host)
+        return TensorRtPlan(tensorrt, path or tmp_path / "model.plan", host, compiled)
 
     return make
 
@@ -147,6 +167,39 @@ def test_tensorrt_itself_is_asked_for_the_allocation_alone(load: Any) -> None:
     plan = load(fake_api(rtx=False))
     plan.create_context(MIXED, 0x7000, 5, fixed_shapes=False)
     assert plan._engine.asked == "user"
+
+
+def test_what_was_compiled_is_kept_for_the_next_start(load: Any, tmp_path: Path) -> None:
+    """TensorRT for RTX compiles for every context: a server that starts again would wait for it again. Contexts share
+    one cache; a file is written where there is something new, and whole."""
+    file = tmp_path / "cache" / "engine.runtime"
+    first = load(compiled=file)
+    for profile in (MIXED, DECODE):
+        first.create_context(profile, 0x7000, 5, fixed_shapes=profile == DECODE)
+    engine = first._engine
+    assert len(engine.caches) == 2
+    assert engine.caches[0] is engine.caches[1]
+    engine.compiled = b"kernels"
+    first.keep_compiled()
+    assert file.read_bytes() == b"kernels"
+    assert list(file.parent.iterdir()) == [file]
+    second = load(compiled=file)
+    assert second._engine.compiled == b"kernels"
+    file.unlink()
+    second.keep_compiled()
+    assert not file.exists(), "nothing new was compiled"
+
+
+@pytest.mark.parametrize("rtx", [True, False])
+def test_a_cache_that_cannot_be_had_stops_nothing(load: Any, tmp_path: Path, rtx: bool) -> None:
+    """A home that is a file, or a flavour that compiles nothing."""
+    (tmp_path / "file").write_bytes(b"")
+    for compiled in (tmp_path / "file" / "engine.runtime", None):
+        plan = load(fake_api(rtx=rtx), compiled=compiled)
+        plan.create_context(MIXED, 0x7000, 5, fixed_shapes=False)
+        plan._engine.compiled = b"kernels"
+        plan.keep_compiled()
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".runtime"] == []
 
 
 def test_shapes_and_addresses_are_bound(load: Any) -> None:
@@ -246,12 +299,15 @@ def test_the_real_module_has_every_name(rtx: TensorRT) -> None:
     """What the recorders above have and TensorRT has not would fail on the first GPU."""
     api = rtx.api
     used = {
-        api.ICudaEngine: [name for name in vars(Engine) if not name.startswith("_") and name != "context"],
+        api.ICudaEngine: [name for name in vars(Engine) if not name.startswith("_")],
         api.IExecutionContext: [name for name in vars(Context) if not name.startswith("_")],
         api.IRuntimeConfig: [
             "set_execution_context_allocation_strategy",
             "dynamic_shapes_kernel_specialization_strategy",
+            "create_runtime_cache",
+            "set_runtime_cache",
         ],
+        api.IRuntimeCache: ["serialize", "deserialize"],
         api.DynamicShapesKernelSpecializationStrategy: ["EAGER", "NONE"],
         api.ExecutionContextAllocationStrategy: ["USER_MANAGED"],
         api.BuilderFlag: ["REQUIRE_USER_ALLOCATION"],

@@ -12,13 +12,16 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
+from castline import planning
 from castline.builder.checkpoint import Checkpoint, load_checkpoint
+from castline.builder.graph_facts import weight_sizes
 from castline.builder.lower import save_graph
 from castline.builder.parity import Comparison
 from castline.builder.pipeline import export_and_fuse
 from castline.builder.plan import make_plan
 from castline.builder.progress import BuildLog
 from castline.builder.replay import make_tracks, replay
+from castline.builder.tensorrt.footprint import footprint
 from castline.builder.tensorrt.kernels import KernelTarget, node_attributes
 from castline.builder.tensorrt.pipeline import PROOF_CONFIG, GpuBuild, lower, plan_request, quantize
 from castline.builder.tensorrt.plan_compiler import compile_plan
@@ -29,6 +32,8 @@ from castline.builder.torch_reference import torch_reference
 from castline.builder.verify import VerifyCase, shipped_case
 from castline.commands.build import resolve_options
 from castline.engines.capacity import kv_block_bytes
+from castline.engines.device_memory import CONSTANT_BYTES
+from castline.engines.memory_plan import Asked, EngineMemory, plan_memory, sku_policy
 from castline.engines.sku import load_sku
 from castline.plugins.contract import PAGED_ATTENTION
 from castline.plugins.cpu.session import CpuSession, SessionOptions
@@ -40,6 +45,8 @@ LEAST_KL = {"fp16": 1e-6, "fp8": 5e-3, "int4": 1e-2}
 """Less, and the graph does not round as the type does: it was not quantised."""
 _COMPILE = """
 from pathlib import Path
+from castline.builder.graph_facts import weight_sizes
+from castline.builder.tensorrt.footprint import footprint
 from castline.builder.tensorrt.kernels import KernelTarget, compile_kernels
 from castline.plugins.contract import AttentionAttributes
 compile_kernels({target!r}, {attributes!r}, Path({directory!r}))
@@ -133,6 +140,22 @@ def test_whole_plan_builds(
     assert len(lowered.e4m3) == (matmuls if kind == "FP8" else 0)
     weights = lowered.graph.with_name("weights.bin").stat().st_size
     assert weights * 0.9 < plan.path.stat().st_size < weights * 1.5
+
+
+@pytest.mark.parametrize(("sku", "recipe"), [("a100-80", "fp16"), ("a10", "int4"), ("l4", "fp8")])
+def test_the_pool_is_planned_before_the_build(demo: Demo, sku: str, recipe: str) -> None:
+    """`castline plan --model demo` promises the blocks that the built engine has; weights within 0.3 % of the graph's
+    (fp8 counts powers of two in every matmul)."""
+    wanted = demo.build(sku, recipe=recipe)
+    lowered, chip = demo.lowered(wanted), load_sku(sku)
+    limits, facts = wanted.plan.limits(wanted.block_size), demo.checkpoint.facts
+    device = footprint(lowered.model, "demo", recipe, limits)
+    kept = wanted.plan.precision.kv_dtype
+    engine = EngineMemory.on_device(device)
+    built = plan_memory(facts, kept, limits, engine, chip.memory_bytes, Asked(), sku_policy(chip))
+    assert planning.plan("demo", chip, {"recipe": recipe}, Asked(), None).memory == built
+    weights = sum(weight_sizes(lowered.model).values())
+    assert weights <= device.weight_bytes <= weights * (1.003 if recipe == "fp8" else 1) + CONSTANT_BYTES
 
 
 @pytest.mark.parametrize(

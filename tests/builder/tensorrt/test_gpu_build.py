@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from castline import planning
 from castline.engines.check import check_complete, check_host, verify_files
 from castline.engines.errors import EngineError, ManifestMismatch
 from castline.engines.gpu import detect_gpu
 from castline.engines.manifest import Gpu, read_manifest
+from castline.engines.memory_plan import Asked
+from castline.engines.sku import load_sku
 from castline.plugins.tensorrt.kernel_set import read_kernel_set
 
 pytestmark = pytest.mark.xdist_group("bundle")  # one process: its fixture builds one
@@ -63,6 +66,16 @@ def test_bundle_has_what_a_gpu_needs_and_says_what_it_is(bundle: Path) -> None:
     assert {f"kernels/{kernel.cubin}" for kernel in kernels.kernels} <= set(manifest.files)
     assert "model.onnx" not in manifest.files
     assert not any(path.name.startswith(".") for path in bundle.iterdir())
+
+
+def test_model_and_bundle_are_planned_alike(bundle: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+    """To the block: what `castline plan` promises before a build is what the engine then has."""
+    asked = Asked(max_num_batched_tokens=64, max_num_seqs=4)
+    model = planning.plan(str(tiny_checkpoint("llama")), load_sku("rtx4090"), {"block_size": 16}, asked, None)
+    built = planning.plan(str(bundle), None, {}, Asked(), None)
+    assert not model.engine.is_built
+    assert built.engine.is_built
+    assert model.memory == built.memory
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from castline.engines.device_memory import buffer_bytes
 from castline.engines.errors import EngineError, ManifestMismatch
 from castline.engines.gpu import FoundGpu
-from castline.engines.manifest import Gpu, Manifest, read_manifest, write_manifest
+from castline.engines.manifest import DeviceMemory, Gpu, Manifest, read_manifest, write_manifest
 from castline.plugins.tensorrt.library import describe as gpu_plugin
 from castline.runtime import loader
 from castline.runtime.loader import LoadOptions, plan_engine
@@ -72,6 +73,7 @@ def for_l4(bundle: Path) -> Manifest:
         plugin=gpu_plugin(),
         graph_file="model.plan",
         files=files,
+        device=DeviceMemory(weight_bytes=1 << 20, scratch_bytes=100 << 20),
     )
 
 
@@ -88,9 +90,19 @@ def test_a_gpus_pool_is_planned_from_its_free_memory(bundle: Path, monkeypatch: 
     manifest = for_l4(bundle)
     gpu = has_gpu(monkeypatch, "NVIDIA L4", "8.9", tensorrt_rtx="1.7.1")
     pool = plan_engine(bundle).pool
-    weights = sum(file.size for file in manifest.files.values())
-    step = manifest.limits.max_num_batched_tokens * 4 * (manifest.model.vocab_size + 16 * manifest.model.hidden_size)
-    assert pool.num_blocks == (int(0.9 * gpu.free_bytes) - weights - step) // pool.bytes_per_block
+    assert manifest.device is not None
+    engine = manifest.device.weight_bytes + manifest.device.scratch_bytes
+    buffers = buffer_bytes(manifest.model.vocab_size, manifest.limits)
+    assert pool.num_blocks == (int(0.9 * gpu.free_bytes) - engine - buffers) // pool.bytes_per_block
+
+
+def test_an_engine_that_does_not_say_what_it_takes_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built before scratch memory was planned: its pool would be too large by that."""
+    for_l4(bundle)
+    change(bundle, device=None)
+    has_gpu(monkeypatch, "NVIDIA L4", "8.9", tensorrt_rtx="1.7.1")
+    with pytest.raises(EngineError, match=r"engine\.json: device is missing.*rebuild it: castline build tiny"):
+        plan_engine(bundle)
 
 
 def test_threads_that_are_asked_of_a_gpu_are_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

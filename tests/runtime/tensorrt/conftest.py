@@ -107,13 +107,14 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         model: FakeModel | None = None,
         driver: FakeDriver | None = None,
         on_plan: Callable[[FakePlan], None] = lambda plan: None,
+        planned_scratch: int | None = None,
         **changes: Any,
     ) -> Rig:
-        """*on_plan* may change the plan before the executor sees it."""
+        """*on_plan* may change the plan before the executor sees it; None plans just the scratch memory it needs."""
         model = model or FakeModel()
         limits = replace(LIMITS, **changes)
         driver = driver or model.driver()
-        directory = tmp_path / str(len(rigs))
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
         directory.mkdir()
         launcher = Launcher(directory, model.write_kernels(directory), driver, model.multiprocessors)
         width = blocks_for(limits.max_model_len, limits.block_size)
@@ -122,7 +123,8 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         plan = FakePlan(driver, launcher, model, sizes)
         on_plan(plan)
         try:
-            executor = TensorRtExecutor(driver, launcher, plan, limits, model.num_layers)
+            planned = plan.scratch_bytes if planned_scratch is None else planned_scratch
+            executor = TensorRtExecutor(driver, launcher, plan, limits, model.num_layers, planned)
         except BaseException:
             launcher.close()
             driver.close()

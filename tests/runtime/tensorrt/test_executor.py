@@ -1,5 +1,6 @@
 """The executor's steps, one property each, on a driver in memory."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 from fake_cuda.model import FakeModel
 
+from castline.engines.device_memory import buffer_bytes
 from castline.engines.errors import EngineError
+from castline.engines.manifest import Limits
 from castline.plugins.contract import LOGITS, kv_pool_name
 from castline.plugins.cpu.sampling import CHOICE, NO_TOKEN
 from castline.plugins.tensorrt.engine import PlanTensor
@@ -310,6 +313,52 @@ def test_memory_that_does_not_fit_is_named(make_rig: Callable[..., Any], number:
     with pytest.raises(EngineError, match=rf"MiB of device memory for {what} .*out of memory.*--kv-blocks"):
         make_rig(driver=driver)
     assert driver.closed
+
+
+def grow(plan: Any) -> None:
+    """TensorRT asks for 16 KiB more than was planned."""
+    plan.scratch_bytes += 16 << 10
+
+
+def test_scratch_memory_beyond_the_plan_is_named_with_its_cure(make_rig: Callable[..., Any]) -> None:
+    """Pools sized for a bound that TensorRT does not keep would fail somewhere in the start, saying less. The blocks
+    that the message names must then be right: they start, and one more does not."""
+    model = FakeModel()
+    rig = make_rig(model, num_blocks=900)
+    total = rig.driver.device.total_bytes - rig.driver.device.free_bytes
+    planned = rig.plan.scratch_bytes
+    with pytest.raises(EngineError, match=r"MiB to work in, where .* MiB were planned.*give --kv-blocks \d+") as caught:
+        make_rig(model, driver=model.driver(total_bytes=total), on_plan=grow, planned_scratch=planned, num_blocks=900)
+    blocks = int(re.findall(r"--kv-blocks (\d+)", str(caught.value))[0])
+    assert 0 < blocks < 900
+    driver = model.driver(total_bytes=total)
+    make_rig(model, driver=driver, on_plan=grow, planned_scratch=planned, num_blocks=blocks)
+    driver = model.driver(total_bytes=total)
+    with pytest.raises(EngineError, match="were planned"):
+        make_rig(model, driver=driver, on_plan=grow, planned_scratch=planned, num_blocks=blocks + 1)
+
+
+def test_scratch_memory_beyond_the_plan_is_taken_from_what_is_unused(make_rig: Callable[..., Any]) -> None:
+    """An engine that fits is not refused because a bound was a little low."""
+    rig = make_rig(on_plan=grow, planned_scratch=1)
+    assert rig.run(rig.tensors([(0, PROMPT, [7, 2])]), [0]).tokens.tolist() == [rig.next_token(PROMPT)]
+
+
+def test_a_plan_that_no_pool_fits_beside_is_to_be_rebuilt(make_rig: Callable[..., Any]) -> None:
+    """Fewer blocks would not help."""
+    with pytest.raises(EngineError, match="rebuild the engine with a lower --max-num-batched-tokens"):
+        make_rig(driver=FakeModel().driver(total_bytes=1 << 13), planned_scratch=1)
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_num_batched_tokens": 64}, {"max_num_seqs": 1}, {"max_model_len": 160}])
+def test_buffers_are_within_their_bound(make_rig: Callable[..., Any], changes: dict[str, int]) -> None:
+    """What `castline plan` reserves for a step is what the executor allocates, and not a multiple of it."""
+    rig = make_rig(**changes)
+    held = rig.driver.device.total_bytes - rig.driver.device.free_bytes
+    buffers = held - 2 * rig.limits.num_blocks * rig.model.block_bytes - rig.plan.scratch_bytes
+    sizes = rig.limits
+    limits = Limits(sizes.max_model_len, sizes.block_size, sizes.max_num_seqs, sizes.max_num_batched_tokens)
+    assert buffers <= buffer_bytes(rig.model.vocab_size, limits) <= buffers + 8192
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ def manifest(target: str = "tensorrt_rtx", sku: str | None = "rtx4090", num_laye
         host=SimpleNamespace(target=target, gpu=gpu),
         model=SimpleNamespace(num_layers=num_layers),
         graph_file="model.plan",
+        tool_versions={target: "1.7.1"},
+        inputs_sha256="0123456789abcdef" * 4,
+        device=SimpleNamespace(weight_bytes=1, scratch_bytes=1 << 20),
     )
 
 
@@ -34,15 +37,19 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A bundle whose plan is a `FakePlan`; ``hosts`` gets what plans were made with."""
     (tmp_path / "kernels").mkdir()
     kernels = MODEL.write_kernels(tmp_path / "kernels")
-    made = SimpleNamespace(path=tmp_path, driver=MODEL.driver(), hosts=[], failure=None)
+    made = SimpleNamespace(path=tmp_path, driver=MODEL.driver(), hosts=[], plans=[], failure=None)
 
-    def plan(tensorrt: Any, path: Path, host: Any) -> FakePlan:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def plan(tensorrt: Any, path: Path, host: Any, compiled: Path) -> FakePlan:
         assert path == tmp_path / "model.plan"
+        assert compiled == tmp_path / "castline" / "tensorrt_rtx-1.7.1-rtx4090-0123456789abcdef.runtime"
         if made.failure:
             raise made.failure
         made.hosts.append(host)
         model = replace(MODEL, multiprocessors=load_sku("rtx4090").sm_count)
-        return FakePlan(made.driver, host.launcher, model, PlanLimits(20, 6, 16, 100))
+        made.plans.append(FakePlan(made.driver, host.launcher, model, PlanLimits(20, 6, 16, 100)))
+        return made.plans[-1]
 
     monkeypatch.setattr(module, "read_kernel_set", lambda directory: kernels)
     monkeypatch.setattr(module, "load_flavour", lambda flavour: flavour)
@@ -57,6 +64,7 @@ def test_a_bundle_is_loaded_for_its_sku(bundle: SimpleNamespace) -> None:
     (host,) = bundle.hosts
     assert host.multiprocessors == host.launcher.multiprocessors == load_sku("rtx4090").sm_count
     assert executor.vocab_size == MODEL.vocab_size
+    assert bundle.plans[0].is_kept
     executor.close()
     assert bundle.driver.closed
 

@@ -47,7 +47,7 @@ class FakePlan:
     def __init__(self, driver: FakeDriver, launcher: Launcher, model: FakeModel, limits: PlanLimits) -> None:
         self.driver, self.launcher, self.model, self.limits = driver, launcher, model, limits
         self.contexts: list[FakeContext] = []
-        self.closed = False
+        self.closed = self.is_kept = False
         tokens = [limits.tokens]
         shapes = {
             **dict.fromkeys((*PER_TOKEN, LOGITS_INDICES), tokens),
@@ -73,6 +73,12 @@ class FakePlan:
         context = FakeContext(self, profile, scratch, fixed_shapes)
         self.contexts.append(context)
         return context
+
+    def keep_compiled(self) -> None:
+        """What TensorRT compiles is there when the contexts have run."""
+        assert self.contexts
+        assert all(context.passes for context in self.contexts if context.fixed_shapes)
+        self.is_kept = True
 
     def close(self) -> None:
         self.closed = True
