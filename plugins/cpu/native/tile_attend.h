@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernel.h"
+#include "tile_order.h"
 #include "tile_products.h"
 
 namespace castline::CASTLINE_ISA {
@@ -229,10 +230,9 @@ void attend_strips(const TileStep& t, float* partial) {
 template <KvDtype T>
 void attend_with_tiles(const Attributes& a, const Step& s, const WorkItem& item, float* base, float* partial) {
   const Rows rows = rows_of(a, s, item);
-  if constexpr (T == kInt8) {
-    // Integer dot products of vectors give the same bits, and are faster here.
-    if (rows.count <= kFewRows) return attend_item<T>(a, s, item, base, partial);
-  }
+  // Of few rows vector instructions give the same bits, and are faster.
+  if (T == kInt8 && rows.count <= kFewRows) return attend_item<VectorOrder<T>>(a, s, item, base, partial);
+  if (T == kFp8 && rows.count <= kFewRows) return attend_item<TileOrder>(a, s, item, base, partial);
   TileScratch scratch;
   tile_scratch_views<T>(a, rows.count, reinterpret_cast<uint8_t*>(base), &scratch);
   for (int r = 0; r < rows.count; ++r) {
