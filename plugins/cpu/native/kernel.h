@@ -11,7 +11,6 @@
 #include "scores.h"
 #include "values.h"
 #ifdef CASTLINE_ISA_AVX512
-#include "halves.h"
 #include "values_vnni.h"
 #endif
 
@@ -69,15 +68,6 @@ template <KvDtype T>
 constexpr bool kIntegerDot = false;
 #endif
 
-// fp8 that is decoded to halves, where it is not decoded to floats.
-#ifdef CASTLINE_ISA_AVX512
-template <KvDtype T>
-constexpr bool kAsHalves = T == kFp8;
-#else
-template <KvDtype T>
-constexpr bool kAsHalves = false;
-#endif
-
 // Whether K or V of a block are decoded to floats once rather than by every register tile of rows.
 template <KvDtype T>
 bool decodes(int rows) {
@@ -98,30 +88,18 @@ void pack_row(const Attributes& a, int rows, const Scratch& s, int row, const fl
 template <KvDtype T>
 void score_keys(const Attributes& a, int rows, const Scratch& s, const uint8_t* tile, float* scores) {
   const Queries queries = {s.q, rows, a.head_dim};
-  uint8_t* const decoded = reinterpret_cast<uint8_t*>(s.decoded);
-  if (decodes<T>(rows)) {
-    decode_block<T, kFp32>(tile, a.head_dim, a.block_size, decoded);
-    score_block<kFp32>(queries, decoded, a.block_size, scores);
-  } else if constexpr (kAsHalves<T>) {
-    decode_block<T, kHalf>(tile, a.head_dim, a.block_size, decoded);
-    score_block<kHalf>(queries, decoded, a.block_size, scores);
-  } else {
-    score_block<T>(queries, tile, a.block_size, scores);
-  }
+  if (!decodes<T>(rows)) return score_block<T>(queries, tile, a.block_size, scores);
+  decode_block<T>(tile, a.head_dim, a.block_size, s.decoded);
+  score_block<kFp32>(queries, reinterpret_cast<const uint8_t*>(s.decoded), a.block_size, scores);
 }
 
 template <KvDtype T>
 void sum_values(const TileBlocks& tile, int rows, int dim, const Scratch& s) {
   memset(s.tile_sum, 0, sizeof(float) * rows * dim);
-  uint8_t* const decoded = reinterpret_cast<uint8_t*>(s.decoded);
   if constexpr (T == kInt8 || T == kFp8) {
-    if (decodes<T>(rows)) return add_decoded_values<T, kFp32>(tile, rows, dim, s.scores, decoded, s.tile_sum);
+    if (decodes<T>(rows)) return add_decoded_values<T>(tile, rows, dim, s.scores, s.decoded, s.tile_sum);
   }
-  if constexpr (kAsHalves<T>) {
-    add_decoded_values<T, kHalf>(tile, rows, dim, s.scores, decoded, s.tile_sum);
-  } else {
-    add_values<T>(tile, rows, dim, s.scores, s.tile_sum);
-  }
+  add_values<T>(tile, rows, dim, s.scores, s.tile_sum);
 }
 
 // --- one tile -------------------------------------------------------------------------------------------------------
@@ -202,30 +180,18 @@ void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, 
 
 // --- one item -------------------------------------------------------------------------------------------------------
 
-// How an item's rows are packed and a tile's sums taken.
 template <KvDtype T>
-struct VectorOrder {
-  static void pack_row(const Attributes& a, int rows, const Scratch& s, int row, const float* q) {
-    castline::CASTLINE_ISA::pack_row<T>(a, rows, s, row, q);
-  }
-  static void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, int tile_start,
-                          const Scratch& s) {
-    castline::CASTLINE_ISA::attend_tile<T>(a, tile, rows, tile_start, s);
-  }
-};
-
-template <class Order>
 void attend_item(const Attributes& a, const Step& s, const WorkItem& item, float* base, float* partial) {
   const Rows rows = rows_of(a, s, item);
   const Scratch scratch = scratch_views(a, rows.count, base);
   for (int r = 0; r < rows.count; ++r) {
-    Order::pack_row(a, rows.count, scratch, r, output_row(a, s, item, rows, r));
+    pack_row<T>(a, rows.count, scratch, r, output_row(a, s, item, rows, r));
   }
   if (partial == nullptr) clear_rows(a, rows, scratch.max, scratch.total, scratch.sum);
   for (int t = item.first_tile; t < item.last_tile; ++t) {
     const int start = t * kKeyTile;
     const TileBlocks tile = tile_blocks(a, s, item, rows, start);
-    Order::attend_tile(a, tile, rows, start, scratch);
+    attend_tile<T>(a, tile, rows, start, scratch);
     for (int r = 0; r < rows.count; ++r) {
       const float* sum = scratch.tile_sum + r * a.head_dim;
       if (partial == nullptr) {
@@ -242,10 +208,10 @@ void attend_item(const Attributes& a, const Step& s, const WorkItem& item, float
 
 [[maybe_unused]] void attend(const Attributes& a, const Step& s, const WorkItem& item, float* scratch, float* partial) {
   switch (a.kv_dtype) {
-    case kFp32: return attend_item<VectorOrder<kFp32>>(a, s, item, scratch, partial);
-    case kBf16: return attend_item<VectorOrder<kBf16>>(a, s, item, scratch, partial);
-    case kInt8: return attend_item<VectorOrder<kInt8>>(a, s, item, scratch, partial);
-    case kFp8: return attend_item<VectorOrder<kFp8>>(a, s, item, scratch, partial);
+    case kFp32: return attend_item<kFp32>(a, s, item, scratch, partial);
+    case kBf16: return attend_item<kBf16>(a, s, item, scratch, partial);
+    case kInt8: return attend_item<kInt8>(a, s, item, scratch, partial);
+    case kFp8: return attend_item<kFp8>(a, s, item, scratch, partial);
   }
 }
 

@@ -18,17 +18,10 @@
 
 namespace castline {
 
-// Of no pool: what some kernels decode fp8 to, elements one by one, divided by kFp8Scale.
-constexpr KvDtype kHalf = static_cast<KvDtype>(-1);
-
-constexpr int element_bytes(KvDtype dtype) {
-  return dtype == kFp32 ? 4 : dtype == kBf16 || dtype == kHalf ? 2 : 1;
-}
+constexpr int element_bytes(KvDtype dtype) { return dtype == kFp32 ? 4 : dtype == kBf16 ? 2 : 1; }
 
 // Elements that lie side by side: dimensions of a key in K, keys of a dimension in V.
-constexpr int side_by_side(KvDtype dtype) {
-  return dtype == kFp32 || dtype == kHalf ? 1 : dtype == kInt8 ? 4 : 2;
-}
+constexpr int side_by_side(KvDtype dtype) { return dtype == kFp32 ? 1 : dtype == kInt8 ? 4 : 2; }
 
 static inline int64_t block_bytes(const Attributes& a) {
   const int64_t per_token = a.head_dim * element_bytes(a.kv_dtype) + (a.kv_dtype == kInt8 ? 4 : 0);

@@ -37,8 +37,6 @@ template <KvDtype T>
 CASTLINE_INLINE void load_beside(const uint8_t* p, Vec* out) {
   if constexpr (T == kFp32) {
     out[0] = load(reinterpret_cast<const float*>(p));
-  } else if constexpr (T == kHalf) {
-    out[0] = load_half(reinterpret_cast<const uint16_t*>(p));
   } else if constexpr (T == kBf16) {
     load_bf16_pair(p, out[0], out[1]);
   } else if constexpr (T == kInt8) {
@@ -107,12 +105,10 @@ void score_block(const Queries& queries, const uint8_t* tile, int block_size, fl
   }
 }
 
-// One block as elements of type As that lie one by one: K [dim / beside][keys][beside] as [dim][keys], V
+// One block as floats, for items whose rows use it more than once: K [dim / beside][keys][beside] as [dim][keys], V
 // [keys / beside][dim][beside] as [keys][dim]. *rows* and *columns* are those of the result.
-template <KvDtype T, KvDtype As>
-void decode_block(const uint8_t* tile, int rows, int columns, uint8_t* decoded) {
-  static_assert(As == kFp32);
-  float* out = reinterpret_cast<float*>(decoded);
+template <KvDtype T>
+void decode_block(const uint8_t* tile, int rows, int columns, float* out) {
   constexpr int kBeside = side_by_side(T);
   for (int row = 0; row < rows; row += kBeside, out += kBeside * columns) {
     for (int column = 0; column < columns; column += kLanes) {

@@ -111,18 +111,18 @@ void add_values(const TileBlocks& tile, int rows, int head_dim, const float* wei
   }
 }
 
-// As add_values, each block decoded once into *decoded*, [block_size][head_dim] of type As.
-template <KvDtype T, KvDtype As>
-void add_decoded_values(const TileBlocks& tile, int rows, int head_dim, const float* weights, uint8_t* decoded,
+// As add_values, each block decoded once into *floats* [block_size][head_dim]: for items whose rows use it repeatedly.
+template <KvDtype T>
+void add_decoded_values(const TileBlocks& tile, int rows, int head_dim, const float* weights, float* floats,
                         float* out) {
   const int n = tile.block_size;
   for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
-    decode_block<T, As>(tile.block[b].v, n, head_dim, decoded);
+    decode_block<T>(tile.block[b].v, n, head_dim, floats);
     TileBlocks one = tile;
-    one.block[b].v = decoded;
+    one.block[b].v = reinterpret_cast<uint8_t*>(floats);
     one.first_key = tile.first_key > b * n ? tile.first_key : b * n;
     one.last_key = tile.last_key < (b + 1) * n ? tile.last_key : (b + 1) * n;
-    add_values<As>(one, rows, head_dim, weights, out);
+    add_values<kFp32>(one, rows, head_dim, weights, out);
   }
 }
 
