@@ -146,7 +146,7 @@ def test_every_fp8_value_of_v_comes_out(tools, isa, group) -> None:
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("group", [1, 17])
 def test_every_fp8_value_of_k_counts(tools, isa, group) -> None:
-    """As above for K: of two keys one is 0 and one has a single value, a kv head each; queries bring them to one size."""
+    """As above for K: of two keys one is 0 and one has a single value, a kv head each; queries bring all to a size."""
     values = fp8_values()
     heads, dim = len(values), 32
     attributes = tools.attributes(

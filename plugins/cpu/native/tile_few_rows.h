@@ -10,14 +10,16 @@ namespace castline::CASTLINE_ISA {
 namespace {
 
 // Rows of *words* words of two fp8 elements, *stride* words apart, as rows of Vectors * 16 words of bf16. Past the end
-// of a row are zeros.
+// of a row are zeros. What is *ahead* bytes further is fetched meanwhile, a line at a time: no processor foresees in
+// which block keys go on, and a burst of lines would hold up the loads that are waited for.
 template <int Vectors>
 CASTLINE_INLINE void convert_words(const uint8_t* from, ptrdiff_t stride, int rows, int words, ptrdiff_t out_words,
-                                   uint8_t* out) {
+                                   uint8_t* out, ptrdiff_t ahead) {
   const __mmask16 last = lanes_below(words - (Vectors - 1) * 16);
   for (int row = 0; row < rows; ++row, from += 2 * stride, out += 4 * out_words) {
     #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
+      if (v % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(from + 32 * v + ahead), _MM_HINT_T0);
       const __m256i bytes = _mm256_maskz_loadu_epi16(v + 1 < Vectors ? 0xffff : last, from + 32 * v);
       _mm512_storeu_si512(out + 64 * v, bf16_of_fp8(bytes));
     }
@@ -35,26 +37,34 @@ struct FewRows {
   uint8_t* k_parts[2];  // [dimensions / 2][kPartKeys] words
   uint8_t* v_parts[2];  // [kDepth][Groups * kGroup] words
 
-  // Calls f(first key in the part, keys, first key in the block, block) for each block that part *part* goes over; the
-  // block is nullptr where it holds no key of the tile.
+  const uint8_t* keys_at(int key) const {
+    return tile.block[key / tile.block_size].k + key % tile.block_size * 2;
+  }
+  const uint8_t* values_at(int key) const {
+    return tile.block[key / tile.block_size].v + key % tile.block_size * head_dim;
+  }
+  // The key of the next part that is to be fetched while *key* is converted.
+  int next_key(int key) const { return key + kPartKeys < tile.last_key ? key + kPartKeys : key; }
+
+  // Calls f(key, keys, whether the tile has any of them) for each run of keys of part *part* that lie in one block.
   template <class Function>
   CASTLINE_INLINE void for_blocks(int part, Function f) const {
     const int n = tile.block_size, width = n < kPartKeys ? n : kPartKeys;
     for (int key = part * kPartKeys; key < (part + 1) * kPartKeys; key += width) {
-      const bool used = key / n >= tile.first_key / n && key < tile.last_key;
-      f(key % kPartKeys, width, key % n, used ? &tile.block[key / n] : nullptr);
+      f(key, width, key / n >= tile.first_key / n && key < tile.last_key);
     }
   }
 
   void convert_keys(int part) const {
-    for_blocks(part, [&](int at, int width, int offset, const HeadBlock* block) {
-      if (block == nullptr) return;  // their scores are masked
-      uint8_t* const out = k_parts[part % 2] + at * 4;
-      const uint8_t* const from = block->k + offset * 2;
+    for_blocks(part, [&](int key, int width, bool used) {
+      if (!used) return;  // their scores are masked
+      uint8_t* const out = k_parts[part % 2] + key % kPartKeys * 4;
+      const uint8_t* const from = keys_at(key);
+      const ptrdiff_t ahead = keys_at(next_key(key)) - from;
       if (width == kPartKeys) {
-        convert_words<2>(from, tile.block_size, head_dim / 2, kPartKeys, kPartKeys, out);
+        convert_words<2>(from, tile.block_size, head_dim / 2, kPartKeys, kPartKeys, out, ahead);
       } else {
-        convert_words<1>(from, tile.block_size, head_dim / 2, kGroup, kPartKeys, out);
+        convert_words<1>(from, tile.block_size, head_dim / 2, kGroup, kPartKeys, out, ahead);
       }
     });
   }
@@ -63,14 +73,15 @@ struct FewRows {
   template <int Groups>
   void convert_values(int step, int group) const {
     const int dim = group * kGroup, width_bytes = Groups * kTileBytes;
-    for_blocks(step, [&](int at, int width, int offset, const HeadBlock* block) {
-      uint8_t* const out = v_parts[step % 2] + at / 2 * width_bytes;
-      if (block == nullptr) {
+    for_blocks(step, [&](int key, int width, bool used) {
+      uint8_t* const out = v_parts[step % 2] + key % kPartKeys / 2 * width_bytes;
+      if (!used) {
         memset(out, 0, width / 2 * width_bytes);
-      } else {
-        const uint8_t* const from = block->v + offset * head_dim + 2 * dim;
-        convert_words<Groups>(from, head_dim, width / 2, head_dim - dim, Groups * kGroup, out);
+        return;
       }
+      const uint8_t* const from = values_at(key);
+      const ptrdiff_t ahead = values_at(next_key(key)) - from;
+      convert_words<Groups>(from + 2 * dim, head_dim, width / 2, head_dim - dim, Groups * kGroup, out, ahead);
     });
   }
 };
