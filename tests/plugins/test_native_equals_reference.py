@@ -1,5 +1,6 @@
 """The native kernels of every instruction set against the NumPy reference, over random steps."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from castline.plugins.contract import CPU_KV_DTYPES, AttentionAttributes, KvDtypeCode, QkNorm
 from castline.plugins.cpu.library import available_isas
-from castline.plugins.reference import ReferencePool, paged_attention
+from castline.plugins.reference import ReferencePool, paged_attention, round_trip
 
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 80, 96, 128, 256)
 
@@ -118,3 +119,69 @@ def test_many_heads_on_one_kv_head(tools, isa, kv_dtype) -> None:
     step = sequences.step([(0, 40), (0, 5)])
     output = tools.Node(attributes, sequences.num_blocks, isa, threads=2)(step)
     np.testing.assert_allclose(output, tools.reference(sequences, step), rtol=0, atol=tolerance(kv_dtype, isa))
+
+
+def fp8_values() -> np.ndarray:
+    """Every positive value of e4m3: 7 subnormal and 119 normal ones."""
+    codes = np.arange(1, 127, dtype=np.uint8)
+    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("group", [1, 17])
+def test_every_fp8_value_of_v_comes_out(tools, isa, group) -> None:
+    """Matrix units take subnormal bf16 for 0: an error below the tolerance of random steps. Heads of one strip of rows
+    and of two are read by different loops."""
+    values = fp8_values()
+    row = np.concatenate([values, -values, np.zeros(4, np.float32)])
+    attributes = tools.attributes(
+        num_heads=group, num_kv_heads=1, head_dim=256, rotary_dim=0, kv_dtype=int(KvDtypeCode.FP8)
+    )
+    sequences = tools.Sequences(attributes, [1])
+    sequences.qkv[0][0, -256:] = row
+    output = tools.Node(attributes, sequences.num_blocks, isa)(sequences.step([(0, 1)]))
+    np.testing.assert_allclose(output.reshape(group, 256), np.tile(row, (group, 1)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("group", [1, 17])
+def test_every_fp8_value_of_k_counts(tools, isa, group) -> None:
+    """As above for K: of two keys one is 0 and one has a single value, a kv head each; queries bring all to a size."""
+    values = fp8_values()
+    heads, dim = len(values), 32
+    attributes = tools.attributes(
+        num_heads=heads * group,
+        num_kv_heads=heads,
+        head_dim=dim,
+        scale=1.0,
+        rotary_dim=0,
+        kv_dtype=int(KvDtypeCode.FP8),
+    )
+    sequences = tools.Sequences(attributes, [2])
+    tokens = np.zeros((2, (group + 2) * heads, dim), np.float32)
+    queries, keys = tokens[:, : group * heads], tokens[:, group * heads : (group + 1) * heads]
+    size = np.exp2(np.floor(np.log2(values)))
+    queries[1, :, 5] = np.repeat(1 / size, group)
+    keys[1, :, 5] = values
+    tokens[1, (group + 1) * heads :] = 1.0
+    sequences.qkv[0] = tokens.reshape(2, -1)
+    output = tools.Node(attributes, sequences.num_blocks, isa)(sequences.step([(0, 2)]))
+    expected = np.repeat(1 / (1 + np.exp(-values / size)), group)
+    np.testing.assert_allclose(output[1].reshape(-1, dim)[:, 0], expected, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("kv_dtype", [KvDtypeCode.FP32, KvDtypeCode.BF16, KvDtypeCode.FP8])
+@pytest.mark.parametrize("size", [1e-6, 1e9])
+def test_equal_keys_weigh_the_same(tools, isa, kv_dtype, size) -> None:
+    """Kernels multiply queries by powers of two of their own: one that overflows, or is lost, makes weights differ."""
+    attributes = tools.attributes(
+        num_heads=6, num_kv_heads=2, head_dim=64, scale=1.0, rotary_dim=0, kv_dtype=int(kv_dtype)
+    )
+    sequences = tools.Sequences(attributes, [40])
+    tokens = sequences.qkv[0].reshape(40, 10, 64)
+    tokens[:, :6] *= np.float32(size)
+    tokens[:, 6:8] = tokens[0, 6:8]
+    output = tools.Node(attributes, sequences.num_blocks, isa)(sequences.step([(0, 40)]))
+    values = round_trip(tokens[:, 8:], kv_dtype).mean(axis=0)
+    np.testing.assert_allclose(output[39].reshape(2, 3, 64), values[:, None].repeat(3, axis=1), rtol=0, atol=2e-3)

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernel.h"
+#include "tile_few_rows.h"
 #include "tile_products.h"
 
 namespace castline::CASTLINE_ISA {
@@ -170,6 +171,9 @@ RowSoftmax weigh_row(const TileStep& t, int row, int first, int last, uint8_t* s
     uint8_t* out = weights + g / kGroups * kPlanes<T> * kTileBytes;
     if constexpr (T == kInt8) {
       store_planes(p, out);
+    } else if constexpr (T == kFp8) {
+      const Vec scaled[2] = {mul(p[0], broadcast(kFp8Weight)), mul(p[1], broadcast(kFp8Weight))};
+      store_bf16<T>(scaled, out, kTileBytes);
     } else {
       store_bf16<T>(p, out, kTileBytes);
     }
@@ -224,6 +228,19 @@ void attend_strips(const TileStep& t, float* partial) {
   }
 }
 
+// As attend_strips, of one strip of fp8: an item sees keys of all its tiles.
+void attend_few_rows(const TileStep& t, const TileBlocks& tile, float* partial) {
+  const StripKeys keys = t.keys(0);
+  uint8_t* const k_panel = t.s.k_panel;
+  const int part_bytes = round_up(t.a.head_dim, kStep<kFp8>) / 2 * kPartKeys * 4;
+  const FewRows f = {tile, t.a.head_dim, {k_panel, k_panel + part_bytes}, {t.s.v_panel, t.s.v_panel + kValuePart}};
+  score_few_rows(f, t.s.queries, keys.low, keys.high, t.s.scores[0]);
+  Products<kFp8> none(t, 0, -1, 0);
+  weigh_strip<kFp8>(t, 0, &none);
+  sum_few_rows(f, t.s.weights[0], keys.low, keys.high, t.s.products[0]);
+  merge_strip<kFp8>(t, 0, partial);
+}
+
 // --- one item --------------------------------------------------------------------------------------------------------
 
 template <KvDtype T>
@@ -246,10 +263,15 @@ void attend_with_tiles(const Attributes& a, const Step& s, const WorkItem& item,
     const int start = t * kKeyTile;
     const TileBlocks tile = tile_blocks(a, s, item, rows, start);
     RightOperands right;
-    make_keys<T>(tile, a.head_dim, scratch.k_panel, &right);
-    make_values<T>(tile, a.head_dim, scratch.v_panel, &right);
-    if constexpr (T == kInt8) gather_scales(tile, 1.0f, scratch.scales);
-    attend_strips<T>({a, rows, scratch, right, start}, partial);
+    const TileStep step = {a, rows, scratch, right, start};
+    if (T == kFp8 && rows.count <= kStrip) {
+      attend_few_rows(step, tile, partial);
+    } else {
+      make_keys<T>(tile, a.head_dim, scratch.k_panel, &right);
+      make_values<T>(tile, a.head_dim, scratch.v_panel, &right);
+      if constexpr (T == kInt8) gather_scales(tile, 1.0f, scratch.scales);
+      attend_strips<T>(step, partial);
+    }
     if (partial != nullptr) partial += rows.count * (a.head_dim + 2);
   }
   if (partial == nullptr) write_rows(a, s, item, rows, scratch.total, scratch.sum);

@@ -44,19 +44,17 @@ constexpr size_t v_panel_bytes(int head_dim) {
   return static_cast<size_t>(kKeyTile) / kWordElements<T> * round_up(head_dim, kGroup) * 4;
 }
 
-// Thirty-two e4m3 elements as bf16. A normal one keeps its bits and takes another bias; the eight subnormal ones of a
-// sign, which have no leading bit to keep, take what is missing from a table.
+// A bf16 of an fp8 operand is the element times 2^-105 (see bf16_of_fp8), and an operand on the left makes up for it. A
+// query only in part, so that no query overflows: its scores are to be multiplied by what is missing.
+constexpr float kFp8Query = 0x1p64f, kFp8Score = 0x1p41f, kFp8Weight = 0x1p105f;
+
+// Thirty-two e4m3 elements as bf16, times 2^-105. As halves they are the elements times 2^-8, and after a product with
+// 2^15 none is subnormal; then a half's bits in bf16's place are the half times 2^-112.
 CASTLINE_INLINE Int bf16_of_fp8(__m256i bytes) {
-  constexpr auto missing = [](int m) {
-    const int exponent = m < 2 ? 118 : m < 4 ? 119 : 120, leading = m < 2 ? 1 : m < 4 ? 2 : 4;
-    return static_cast<int16_t>(m == 0 ? 0 : (exponent << 7) + (m - leading) * 128 / leading - (m << 4));
-  };
-  const Int table = _mm512_zextsi128_si512(_mm_setr_epi16(0, missing(1), missing(2), missing(3), missing(4), missing(5),
-                                                          missing(6), missing(7)));
-  const Int wide = _mm512_cvtepi8_epi16(bytes);
-  const Int kept = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(static_cast<int16_t>(0x87f0)));
-  const __mmask32 subnormal = _mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78));
-  return _mm512_add_epi16(kept, _mm512_mask_permutexvar_epi16(_mm512_set1_epi16(120 << 7), subnormal, wide, table));
+  const Int half = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 7),
+                                    _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+  const Int normal = (Int)_mm512_mul_ph((__m512h)half, (__m512h)_mm512_set1_epi16(0x7800));
+  return _mm512_and_si512(_mm512_srai_epi16(normal, 3), _mm512_set1_epi16(static_cast<int16_t>(0x8fff)));
 }
 
 // Bytes of a word in the pool.
@@ -187,10 +185,11 @@ float pack_query(const float* q, int head_dim, float scale, int row, uint8_t* st
     for (int i = 0; i < 2; ++i) {
       const int at = d + i * kLanes;
       x[i] = mul(_mm512_maskz_loadu_ps(lanes_below(head_dim - at), q + at), broadcast(scale));
+      if (T == kFp8) x[i] = mul(x[i], broadcast(kFp8Query));
     }
     store_bf16<T>(x, out, kPlaneBytes);
   }
-  return 1.0f;
+  return T == kFp8 ? kFp8Score : 1.0f;
 }
 
 }  // namespace
