@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from castline.runtime.events import FinishReason
+from castline.runtime.plan import ScheduledSequence
 
 EOS = 96  # of the scripted engine
 
@@ -153,9 +154,9 @@ def test_only_younger_sequences_outside_the_step_are_preempted(make_engine):
     scheduler._reset_step()
     assert scheduler._victim(second) is youngest
     assert scheduler._victim(youngest) is None
-    scheduler._in_plan.add(youngest.seq_id)
+    scheduler._plan.append(ScheduledSequence(youngest.seq_id, (1,), 8, (0,), samples=True))
     assert scheduler._victim(oldest) is third
-    scheduler._in_plan.add(third.seq_id)
+    scheduler._plan.append(ScheduledSequence(third.seq_id, (1,), 8, (0,), samples=True))
     assert scheduler._victim(second) is None
 
 
