@@ -121,13 +121,14 @@ class Scheduler:
         """The next step. With *only*, nothing but these running sequences, and nobody is admitted."""
         self._reset_step()
         self._schedule_decodes(only)
-        long_budget = self._long_budget() if only is None else self._budget
-        long_budget -= self._schedule_prompts(Lane.LONG, long_budget, only)
-        self._schedule_prompts(Lane.SHORT, self._budget, only)
-        if only is None:
-            self._admit_waiting(long_budget)
-            if self._speculation is not None:
-                self._speculation.extend(self._plan, self._sequences, self.kv, self._budget)
+        if len(self._plan) < len(self._sequences):  # else everyone there is decodes
+            long_budget = self._long_budget() if only is None else self._budget
+            long_budget -= self._schedule_prompts(Lane.LONG, long_budget, only)
+            self._schedule_prompts(Lane.SHORT, self._budget, only)
+            if only is None:
+                self._admit_waiting(long_budget)
+        if only is None and self._speculation is not None:
+            self._speculation.extend(self._plan, self._sequences, self.kv, self._budget)
         return StepPlan(tuple(self._plan), self.kv.block_copies, tuple(self._preempted))
 
     def look_ahead(self, plan: StepPlan) -> StepPlan | None:
