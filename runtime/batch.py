@@ -67,8 +67,10 @@ def _pack_decodes(parts: tuple[ScheduledSequence, ...], block_size: int) -> Step
 
 @lru_cache(maxsize=8)
 def _ordinals(count: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """0 .. *count* and 0 .. *count* - 1; not to be written."""
-    return np.arange(count + 1, dtype=np.int32), np.arange(count, dtype=np.int64)
+    """0 .. *count* and 0 .. *count* - 1; read only, for they are shared."""
+    bounds, rows = np.arange(count + 1, dtype=np.int32), np.arange(count, dtype=np.int64)
+    bounds.flags.writeable = rows.flags.writeable = False
+    return bounds, rows
 
 
 def pack(plan: StepPlan, block_size: int) -> StepBatch:

@@ -42,20 +42,20 @@ class StepBinding:
 class _Input:
     """An input of the graph."""
 
-    __slots__ = ("_array", "_native", "_shape", "name")
+    __slots__ = ("_array", "_native", "name")
 
     def __init__(self, native: Any, name: str) -> None:
         self.name = name
         self._native = native
-        self._shape: tuple[int, ...] | None = None
+        self._array: NDArray[Any] | None = None
 
     def set(self, array: NDArray[Any]) -> None:
-        if array.shape == self._shape and array.dtype is self._array.dtype:
-            self._array[:] = array
-            return
-        self._array = array.copy(order="C")
-        self._shape = array.shape
-        _bind_input(self._native, self.name, self._array)
+        bound = self._array
+        if bound is not None and bound.shape == array.shape and bound.dtype == array.dtype:
+            bound[:] = array
+        else:
+            self._array = array.copy(order="C")
+            _bind_input(self._native, self.name, self._array)
 
 
 class _Output:
