@@ -1,7 +1,6 @@
 """A plan as the arrays of the step contract, and whose logits the rows are. T tokens, B sequences, R rows of logits."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -52,25 +51,16 @@ def _pack_decodes(parts: tuple[ScheduledSequence, ...], block_size: int) -> Step
     count = len(parts)
     starts = [part.start for part in parts]
     slots = [part.block_ids[part.start // block_size] * block_size + part.start % block_size for part in parts]
-    cu_query_lens, rows = _ordinals(count)
     tensors = StepTensors(
         input_ids=np.array([part.token_ids[0] for part in parts], np.int64),
         positions=np.array(starts, np.int64),
         slot_mapping=np.array(slots, np.int32),
-        cu_query_lens=cu_query_lens,
+        cu_query_lens=np.arange(count + 1, dtype=np.int32),
         kv_lens=np.array([start + 1 for start in starts], np.int32),
         block_table=_block_table(parts),
-        logits_indices=rows,
+        logits_indices=np.arange(count),
     )
     return StepBatch(tensors, tuple([part.seq_id for part in parts]), (), ())
-
-
-@lru_cache(maxsize=8)
-def _ordinals(count: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """0 .. *count* and 0 .. *count* - 1; read only, for they are shared."""
-    bounds, rows = np.arange(count + 1, dtype=np.int32), np.arange(count, dtype=np.int64)
-    bounds.flags.writeable = rows.flags.writeable = False
-    return bounds, rows
 
 
 def pack(plan: StepPlan, block_size: int) -> StepBatch:
