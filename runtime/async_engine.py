@@ -193,7 +193,7 @@ class AsyncEngine:
         """From the link: what the engine loop says."""
         match report:
             case StepDone(events, stats):
-                self._stats = stats
+                self._stats = stats or self._stats
                 self._last_progress = self._clock()
                 for event in events:
                     self._deliver(event)

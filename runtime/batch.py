@@ -50,16 +50,15 @@ def _pack_decodes(parts: tuple[ScheduledSequence, ...], block_size: int) -> Step
     """As `pack`, where every sequence has one token and samples: most steps, and each array operation counts then."""
     count = len(parts)
     starts = [part.start for part in parts]
-    blocks = [part.block_ids[part.start // block_size] for part in parts]
-    ordinals = np.arange(count + 1)
+    slots = [part.block_ids[part.start // block_size] * block_size + part.start % block_size for part in parts]
     tensors = StepTensors(
         input_ids=np.array([part.token_ids[0] for part in parts], np.int64),
         positions=np.array(starts, np.int64),
-        slot_mapping=np.array([b * block_size + s % block_size for b, s in zip(blocks, starts, strict=True)], np.int32),
-        cu_query_lens=ordinals.astype(np.int32),
+        slot_mapping=np.array(slots, np.int32),
+        cu_query_lens=np.arange(count + 1, dtype=np.int32),
         kv_lens=np.array([start + 1 for start in starts], np.int32),
         block_table=_block_table(parts),
-        logits_indices=ordinals[:count],
+        logits_indices=np.arange(count),
     )
     return StepBatch(tensors, tuple([part.seq_id for part in parts]), (), ())
 
@@ -97,9 +96,10 @@ def pack(plan: StepPlan, block_size: int) -> StepBatch:
 
 def _block_table(parts: tuple[ScheduledSequence, ...]) -> NDArray[np.int32]:
     """[B, M]; rows are filled up with block 0, which is never read there."""
-    lens = [len(part.block_ids) for part in parts]
+    tables = [part.block_ids for part in parts]
+    lens = [len(table) for table in tables]
     width = max(lens)
-    blocks = np.fromiter(chain.from_iterable([part.block_ids for part in parts]), np.int32, sum(lens))
+    blocks = np.fromiter(chain.from_iterable(tables), np.int32, sum(lens))
     if min(lens) == width:
         return blocks.reshape(len(parts), width)
     table = np.zeros((len(parts), width), np.int32)

@@ -55,7 +55,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters since start, and gauges now. One snapshot a step."""
+    """Counters since start, and gauges now."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -238,6 +238,9 @@ class EngineCore:
     ) -> None:
         """Queues the event, and forgets a sequence that has ended. *logprobs*, where asked for, cover *token_ids*."""
         group, request_id = seq.group, seq.group.request.request_id
+        if finish is None and seq.started and not logprobs:  # most events there are
+            self._events.append(SequenceEvent(request_id, seq.index, token_ids))
+            return
         wanted = group.request.params.logprobs is not None
         entries = tuple(logprobs[: len(token_ids)]) if wanted else None
         first: dict[str, Any] = {}

@@ -6,6 +6,9 @@ interpreter lock while a step wants it.
 
 import select
 import socket
+from collections.abc import Callable
+from time import monotonic
+from typing import Final
 
 from castline.runtime.core_api import EngineCore
 from castline.runtime.profiler import Profiler
@@ -13,6 +16,8 @@ from castline.runtime.step_profile import NO_MARKS, Phase
 from castline.runtime.wire import Abort, Add, Command, Profile, Report, StepDone, Stop, command_reader, encode
 
 _CHUNK = 1 << 20
+STATS_PERIOD_S: Final = 0.1
+"""While the engine works its statistics are reported so often, and when it has nothing more to do."""
 
 
 class Disconnected(Exception):
@@ -24,6 +29,8 @@ class CommandSocket:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
         self._reader = command_reader()
 
     def receive(self, *, wait: bool) -> list[Command]:
@@ -59,12 +66,18 @@ class CommandSocket:
             return
 
     def _readable(self) -> bool:
-        return bool(select.select([self._connection], [], [], 0)[0])
+        return bool(self._arrivals.poll(0))
 
 
-def run_engine_loop(core: EngineCore, link: CommandSocket, profiler: Profiler | None = None) -> None:
+def run_engine_loop(
+    core: EngineCore,
+    link: CommandSocket,
+    profiler: Profiler | None = None,
+    clock: Callable[[], float] = monotonic,
+) -> None:
     """Steps *core* until a Stop command. Raises Disconnected when the other side is gone, and what a step raises."""
     marks = profiler or NO_MARKS
+    next_stats = clock()
     while True:
         idle = not core.has_work
         commands = link.receive(wait=idle)
@@ -82,7 +95,9 @@ def run_engine_loop(core: EngineCore, link: CommandSocket, profiler: Profiler | 
                 return
         marks.mark(Phase.RECEIVE)
         if core.has_work:
-            events = core.step()
-            link.send(StepDone(events, core.stats()))
+            events, stats = core.step(), None
+            if (now := clock()) >= next_stats or not core.has_work:
+                stats, next_stats = core.stats(), now + STATS_PERIOD_S
+            link.send(StepDone(events, stats))
             marks.mark(Phase.SEND)
             marks.step_done()

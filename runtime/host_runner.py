@@ -49,7 +49,7 @@ class HostRunner:
             self._executor.copy_blocks(plan.block_copies)
         logits = self._execute(batch.tensors)
         self._marks.mark(Phase.EXECUTOR)
-        prompt_logprobs = self._sampler.prompt_logprobs(batch.prompt_rows, logits)
+        prompt_logprobs = self._sampler.prompt_logprobs(batch.prompt_rows, logits) if batch.prompt_rows else []
         self._sampler.introduce(batch.sample_seq_ids)
         samples = sample_step(self._sampler.tokens, batch, Rows(logits, self._executor.maxima))
         self._marks.mark(Phase.SAMPLE)

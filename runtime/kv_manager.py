@@ -75,6 +75,11 @@ class KvManager:
 
     # Growth
 
+    def has_room(self, seq: Sequence) -> bool:
+        """The next token goes into a block that *seq* holds and may write: nothing is to be reserved for it."""
+        index = seq.num_computed // self.block_size
+        return index < len(seq.block_ids) and self.pool.is_writable(seq.block_ids[index])
+
     def missing(self, seq: Sequence, count: int) -> int:
         """Free blocks needed to compute *count* more tokens, a copy on write included."""
         grown = blocks_for(seq.num_computed + count, self.block_size) - len(seq.block_ids)

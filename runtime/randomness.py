@@ -1,7 +1,6 @@
 """Random numbers that depend on a sequence and a position alone, never on the batch or on what was drawn before."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 _BLOCK = 64
 _UINT64 = (1 << 64) - 1
@@ -16,13 +15,16 @@ class UniformStream:
 
     def __init__(self, seed: int, index: int) -> None:
         self._key = np.array([seed & _UINT64, index & _UINT64], dtype=np.uint64)
-        self._block = -1
-        self._values: NDArray[np.float64] = np.empty(0)
+        self._first = 0
+        self._values: list[float] = []
+        """Of the block of positions from *_first* on."""
 
     def at(self, position: int) -> float:
-        block, offset = divmod(position, _BLOCK)
-        if block != self._block:
-            counter = np.array([0, block, 0, 0], dtype=np.uint64)
-            self._values = np.random.Generator(np.random.Philox(key=self._key, counter=counter)).random(_BLOCK)
-            self._block = block
-        return float(self._values[offset])
+        if not 0 <= position - self._first < len(self._values):
+            self._make(position // _BLOCK)
+        return self._values[position - self._first]
+
+    def _make(self, block: int) -> None:
+        counter = np.array([0, block, 0, 0], dtype=np.uint64)
+        self._values = np.random.Generator(np.random.Philox(key=self._key, counter=counter)).random(_BLOCK).tolist()
+        self._first = block * _BLOCK

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from castline.engines.errors import EngineError, ErrorCode
-from castline.plugins.cpu.sampling import CHOICE, NO_TOKEN, draw_rows
+from castline.plugins.cpu.sampling import CHOICE, NO_TOKEN, RowDraws
 from castline.runtime.draw import take_rows
 from castline.runtime.events import TokenLogprobs
 from castline.runtime.logits import LogitEdits
@@ -41,6 +41,7 @@ class _Sequence:
         """None where no option ever edits its logits."""
         self.uniforms = uniforms
         self.num_generated = 0
+        """Counted where it matters: for random numbers and edits."""
 
 
 class _Batch:
@@ -52,23 +53,25 @@ class _Batch:
         self.edited = [(row, seq, seq.edits) for row, seq in enumerate(sequences) if seq.edits is not None]
         self.logprob_rows = [row for row, seq in enumerate(sequences) if seq.params.logprobs is not None]
         params = [seq.params for seq in sequences]
+        self._counted = [seq for seq in sequences if seq.edits is not None or not seq.params.greedy]
         self.choices = np.zeros(len(sequences), CHOICE)
         self.choices["row"] = np.arange(len(sequences))
         self.choices["temperature"] = [0.0 if p.greedy else p.temperature for p in params]
         self.choices["top_k"] = [max(p.top_k, 0) for p in params]
         self.choices["top_p"] = [p.top_p for p in params]
         self.choices["min_p"] = [p.min_p for p in params]
-        self._drawn_rows = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
+        self._uniforms = self.choices["uniform"]
+        drawn_rows = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
+        self._drawn_rows = slice(None) if len(drawn_rows) == len(sequences) else drawn_rows
 
     def next_choices(self, ahead: int = 0) -> NDArray[Any]:
         """For the next token of each, or *ahead* tokens after it."""
         if self.drawn:
-            uniforms = [seq.uniforms.at(seq.num_generated + ahead) for seq in self.drawn]
-            self.choices["uniform"][self._drawn_rows] = uniforms
+            self._uniforms[self._drawn_rows] = [seq.uniforms.at(seq.num_generated + ahead) for seq in self.drawn]
         return self.choices
 
     def record(self, tokens: Sequence[int]) -> None:
-        for seq in self.sequences:
+        for seq in self._counted:
             seq.num_generated += 1
         for row, _, edits in self.edited:
             edits.append(tokens[row])
@@ -83,13 +86,13 @@ class Sampler:
         eos_token_ids: Sequence[int],
         *,
         entropy: Callable[[], int] = lambda: secrets.randbits(64),
-        draw: DrawRows = draw_rows,
+        draw: DrawRows | None = None,
     ) -> None:
         """*entropy* gives the seed of each sequence whose request has none; *draw* is native unless a test says."""
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._entropy = entropy
-        self._draw = draw
+        self._draw = draw or RowDraws()
         self._sequences: dict[int, _Sequence] = {}
         self._batches: dict[tuple[int, ...], _Batch] = {}
         """The last few by their keys: steps with guesses alternate between all sequences and those that guess."""

@@ -84,7 +84,9 @@ class Scheduler:
         """Queues a request that fits (castline.runtime.admission), under an id that no live request has."""
         assert request.request_id not in self.groups, f"request id {request.request_id!r} is in use"
         params, prompt = request.params, request.prompt_token_ids
-        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        stop = frozenset() if params.ignore_eos else self._eos  # one set for all, in cache, where it is enough
+        if params.stop_token_ids:
+            stop = stop.union(params.stop_token_ids)
         group = new_group(request, stop, length_limit(len(prompt), params, self.limits), self._next_seq_id)
         self._next_seq_id += params.n
         self._sequences |= {seq.seq_id: seq for seq in group.members.values()}
@@ -119,13 +121,14 @@ class Scheduler:
         """The next step. With *only*, nothing but these running sequences, and nobody is admitted."""
         self._reset_step()
         self._schedule_decodes(only)
-        long_budget = self._long_budget() if only is None else self._budget
-        long_budget -= self._schedule_prompts(Lane.LONG, long_budget, only)
-        self._schedule_prompts(Lane.SHORT, self._budget, only)
-        if only is None:
-            self._admit_waiting(long_budget)
-            if self._speculation is not None:
-                self._speculation.extend(self._plan, self._sequences, self.kv, self._budget)
+        if len(self._plan) < len(self._sequences):  # else everyone there is decodes
+            long_budget = self._long_budget() if only is None else self._budget
+            long_budget -= self._schedule_prompts(Lane.LONG, long_budget, only)
+            self._schedule_prompts(Lane.SHORT, self._budget, only)
+            if only is None:
+                self._admit_waiting(long_budget)
+        if only is None and self._speculation is not None:
+            self._speculation.extend(self._plan, self._sequences, self.kv, self._budget)
         return StepPlan(tuple(self._plan), self.kv.block_copies, tuple(self._preempted))
 
     def look_ahead(self, plan: StepPlan) -> StepPlan | None:
@@ -145,13 +148,13 @@ class Scheduler:
             seq = self._sequences.get(part.seq_id)
             if seq is None:  # removed since
                 continue
-            num_tokens = seq.num_tokens
+            num_tokens = len(seq.token_ids)
             token_ids, finish = seq.append(sampled.get(part.seq_id, ()))
             self.counters.generation_tokens += len(token_ids)
-            known = max(num_tokens, seq.num_tokens - 1)
+            known = max(num_tokens, len(seq.token_ids) - 1)
             seq.num_computed = min(part.start + len(part.token_ids), known)
             self.kv.publish(seq)
-            if seq.num_computed >= seq.num_prompt:
+            if not seq.group.prompt_computed and seq.num_computed >= seq.num_prompt:
                 self._prompt_computed(seq.group)
             if finish is None and not part.samples and seq.num_computed >= seq.max_len:
                 finish = Finish(FinishReason.LENGTH)
@@ -189,7 +192,6 @@ class Scheduler:
         self.newly_admitted: list[SequenceGroup] = []
         """Requests that had their first part in this step."""
         self._plan: list[ScheduledSequence] = []
-        self._in_plan: set[int] = set()
         self._preempted: list[int] = []
         self._budget = self.limits.max_num_batched_tokens
 
@@ -198,7 +200,7 @@ class Scheduler:
         while index < len(self._running) and self._budget:  # preemption takes from the end of the list
             seq = self._running[index]
             index += 1
-            if seq.num_uncomputed == 1 and (only is None or seq.seq_id in only):
+            if len(seq.token_ids) - seq.num_computed == 1 and (only is None or seq.seq_id in only):
                 self._schedule(seq, 1)
 
     def _schedule_prompts(self, lane: Lane, budget: int, only: Collection[int] | None) -> int:
@@ -245,15 +247,17 @@ class Scheduler:
 
     def _schedule(self, seq: Sequence, budget: int) -> int:
         """Puts up to *budget* tokens of *seq* in the plan. Returns how many there was room for."""
-        count = self._reserve(seq, min(budget, seq.num_uncomputed))
-        if count == 0:
-            return 0
-        start, end, num_tokens = seq.num_computed, seq.num_computed + count, seq.num_tokens
+        start, num_tokens = seq.num_computed, len(seq.token_ids)
+        count = min(budget, num_tokens - start)
+        if count > 1 or not self.kv.has_room(seq):
+            count = self._reserve(seq, count)
+            if count == 0:
+                return 0
+        end = start + count
         samples = end == num_tokens and num_tokens < seq.max_len
         tokens, blocks = tuple(seq.token_ids[start:end]), tuple(seq.block_ids)
         all_logits = seq.group.wants_prompt_logprobs
         self._plan.append(ScheduledSequence(seq.seq_id, tokens, start, blocks, samples, all_logits))
-        self._in_plan.add(seq.seq_id)
         self._budget -= count
         return count
 
@@ -283,10 +287,11 @@ class Scheduler:
 
     def _victim(self, seq: Sequence) -> Sequence | None:
         """The latest arrival that is younger than *seq* and not in the plan."""
+        in_plan = {part.seq_id for part in self._plan}
         for candidate in reversed(self._running):
             if candidate.seq_id <= seq.seq_id:
                 break
-            if candidate.seq_id not in self._in_plan:
+            if candidate.seq_id not in in_plan:
                 return candidate
         return None
 
@@ -303,8 +308,6 @@ class Scheduler:
 
     def _prompt_computed(self, group: SequenceGroup) -> None:
         """Lets the other continuations of a request follow the first one."""
-        if group.prompt_computed:
-            return
         group.prompt_computed = True
         self.counters.prompt_tokens += len(group.request.prompt_token_ids)
         for seq in reversed(group.pending):

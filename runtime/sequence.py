@@ -89,19 +89,19 @@ class Sequence:
 
     def append(self, sampled: Iterable[int]) -> tuple[tuple[int, ...], Finish | None]:
         """Appends tokens up to the one that ends the sequence. Returns those appended."""
-        min_tokens = self.group.request.params.min_tokens
+        token_ids, stop_token_ids = self.token_ids, self.group.stop_token_ids
         taken = []
-        finish = None
         for token in sampled:
             taken.append(token)
-            self.token_ids.append(token)
-            if token in self.group.stop_token_ids and self.num_tokens - self.num_prompt >= min_tokens:
-                finish = Finish(FinishReason.STOP, stop_token_id=token)
-            elif self.num_tokens >= self.max_len:
-                finish = Finish(FinishReason.LENGTH)
-            if finish is not None:
-                break
-        return tuple(taken), finish
+            token_ids.append(token)
+            if token in stop_token_ids and self._may_stop():
+                return tuple(taken), Finish(FinishReason.STOP, stop_token_id=token)
+            if len(token_ids) >= self.max_len:
+                return tuple(taken), Finish(FinishReason.LENGTH)
+        return tuple(taken), None
+
+    def _may_stop(self) -> bool:
+        return self.num_tokens - self.num_prompt >= self.group.request.params.min_tokens
 
 
 class Progress(msgspec.Struct, frozen=True):

@@ -4,7 +4,6 @@ castline.runtime.host_runner samples on the host. Where the device does, castlin
 two parts, and castline.runtime.run_ahead begins the next step before it ends the last.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,15 +54,20 @@ class SequenceSampler:
     def __init__(self, sampler: Sampler, scheduler: Scheduler) -> None:
         self.tokens = sampler
         self._scheduler = scheduler
+        self._introduced: tuple[int, ...] = ()
+        """Of the last call: most steps sample the same sequences as the step before."""
 
-    def introduce(self, seq_ids: Iterable[int]) -> None:
+    def introduce(self, seq_ids: tuple[int, ...]) -> None:
         """Tells the sampler of sequences that are about to get their first token."""
+        if seq_ids == self._introduced:
+            return
         for seq_id in seq_ids:
             seq = self._sequence(seq_id)
             if not seq.in_sampler:
                 request = seq.group.request
                 self.tokens.add(seq_id, request.params, request.prompt_token_ids, seq.index)
                 seq.in_sampler = True
+        self._introduced = seq_ids
 
     def is_live(self, seq_id: int) -> bool:
         return self._scheduler.get(seq_id) is not None

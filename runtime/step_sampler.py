@@ -42,6 +42,9 @@ class Rows:
     maxima: Logits | None
 
     def first(self, count: int) -> "Rows":
+        """The same arrays, where they are all: most steps' rows."""
+        if count == len(self.logits):
+            return self
         return Rows(self.logits[:count], None if self.maxima is None else self.maxima[:count])
 
     def take(self, rows: Sequence[int]) -> "Rows":
@@ -53,7 +56,7 @@ class Rows:
 def sample_step(sampler: Sampler, batch: StepBatch, all_rows: Rows) -> StepSamples:
     """Raises what the sampler raises for the first token of each sequence, and then it has recorded nothing."""
     samples = StepSamples()
-    seq_ids = list(batch.sample_seq_ids)
+    seq_ids = batch.sample_seq_ids
     sample_rows(sampler, samples, all_rows.first(len(seq_ids)), seq_ids)
     depth = 0
     while guesses := [guess for guess in batch.draft_rows if _is_right(guess, samples, depth)]:
@@ -79,7 +82,7 @@ def _is_right(guess: DraftRows, samples: StepSamples, depth: int) -> bool:
     )
 
 
-def sample_rows(sampler: Sampler, samples: StepSamples, rows: Rows, seq_ids: list[int]) -> None:
+def sample_rows(sampler: Sampler, samples: StepSamples, rows: Rows, seq_ids: Sequence[int]) -> None:
     """One more token for each of *seq_ids*, from its row, but for those that cannot have one."""
     while seq_ids:
         try:
@@ -95,8 +98,11 @@ def sample_rows(sampler: Sampler, samples: StepSamples, rows: Rows, seq_ids: lis
             return
 
 
-def _keep(samples: StepSamples, result: SampleResult, seq_ids: list[int]) -> None:
+def _keep(samples: StepSamples, result: SampleResult, seq_ids: Sequence[int]) -> None:
     for seq_id, token, logprobs in zip(seq_ids, result.token_ids.tolist(), result.logprobs, strict=True):
-        samples.token_ids.setdefault(seq_id, []).append(token)
+        if seq_id in samples.token_ids:
+            samples.token_ids[seq_id].append(token)
+        else:
+            samples.token_ids[seq_id] = [token]
         if logprobs is not None:
             samples.logprobs.setdefault(seq_id, []).append(logprobs)

@@ -50,7 +50,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):
     events: list[SequenceEvent]
-    stats: Stats
+    stats: Stats | None
+    """None where they were reported a moment ago, and more steps follow."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

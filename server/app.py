@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from time import monotonic
 from types import FrameType
 
@@ -26,6 +26,8 @@ from castline.server.serving import ServedModel, Serving
 log = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 0.5
+DATE_PERIOD_S = 1.0
+"""Of the header that tells the date, to the second."""
 LAST_WORDS_S = 0.4
 """Time that ended requests have to send their last message, though the drain time is over."""
 ENGINE_GRACE_S = 0.2
@@ -33,11 +35,25 @@ ENGINE_GRACE_S = 0.2
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are this process's business, not the HTTP server's."""
+    """Signals are this process's business, not the HTTP server's, and an idle server sleeps."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stop = asyncio.Event()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        """Uvicorn's own wakes up ten times a second, for what it does in each tenth of them: it tells the date."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), DATE_PERIOD_S)
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stop.set()
 
 
 class Server:
@@ -117,7 +133,7 @@ class Server:
         """Answers that are complete are sent to slow readers until the drain time is over; then connections are cut."""
         grace_s = max(LAST_WORDS_S, self._drain_deadline - monotonic())
         self._uvicorn.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]  # any number of seconds
-        self._uvicorn.should_exit = True
+        self._uvicorn.stop()
         http, health = self._tasks
         health.cancel()
         await asyncio.gather(http, self._grpc.stop(grace_s), health, return_exceptions=True)

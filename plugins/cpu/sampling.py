@@ -28,6 +28,52 @@ CHOICE: Final = np.dtype(
 min_p 0 truncate nothing; uniform, in [0, 1), chooses. The pair of struct Choice in sampling.h."""
 
 
+class RowDraws:
+    """`draw_rows` for arrays that are the same from call to call, as a running batch's are. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._logits = _Pinned(np.dtype(np.float32))
+        self._maxima = _Pinned(np.dtype(np.float32))
+        self._choices = _Pinned(CHOICE)
+        self._tokens = np.empty(0, np.int64)
+        self._to_tokens = 0
+
+    def __call__(
+        self, logits: NDArray[np.float32], choices: NDArray[Any], maxima: NDArray[np.float32] | None = None
+    ) -> NDArray[np.int64]:
+        """See `draw_rows`."""
+        count, vocab = len(choices), logits.shape[1]
+        at_logits, at_choices, at_maxima = self._logits.address(logits), self._choices.address(choices), None
+        if maxima is not None:
+            assert maxima.shape == (len(logits), -(-vocab // MAXIMA_BLOCK)), maxima.shape
+            at_maxima = self._maxima.address(maxima)
+        if count != len(self._tokens):
+            self._tokens = np.empty(count, np.int64)
+            self._to_tokens = self._tokens.ctypes.data
+        if _native()(at_logits, at_maxima, vocab, count, at_choices, self._to_tokens):
+            raise EngineError("CASTLINE_ISA names kernels this host lacks")
+        return self._tokens.copy()
+
+
+class _Pinned:
+    """The last array and its address, which takes NumPy longer to tell than a greedy choice takes."""
+
+    __slots__ = ("_address", "_array", "_dtype")
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._address = 0
+        self._array: NDArray[Any] | None = None
+
+    def address(self, array: NDArray[Any]) -> int:
+        """Of the elements in C order: a strided array, which is never the one that is kept, is copied each time."""
+        if array is not self._array:
+            assert array.dtype == self._dtype, array.dtype
+            self._array = np.ascontiguousarray(array)
+            self._address = self._array.ctypes.data
+        return self._address
+
+
 def draw_rows(
     logits: NDArray[np.float32], choices: NDArray[Any], maxima: NDArray[np.float32] | None = None
 ) -> NDArray[np.int64]:
@@ -37,25 +83,7 @@ def draw_rows(
     a greedy choice reads one block of its row.
     The interpreter lock is released meanwhile. Raises EngineError where CASTLINE_ISA is refused.
     """
-    assert logits.dtype == np.float32, logits.dtype
-    assert choices.dtype == CHOICE, choices.dtype
-    logits, choices = np.ascontiguousarray(logits), np.ascontiguousarray(choices)
-    at_maxima = None
-    if maxima is not None:
-        assert maxima.dtype == np.float32, maxima.dtype
-        assert maxima.shape == (len(logits), -(-logits.shape[1] // MAXIMA_BLOCK)), maxima.shape
-        maxima = np.ascontiguousarray(maxima)
-        at_maxima = _address(maxima)
-    tokens = np.empty(len(choices), np.int64)
-    args = (_address(logits), at_maxima, logits.shape[1], len(choices), _address(choices), _address(tokens))
-    if _native()(*args):
-        raise EngineError("CASTLINE_ISA names kernels this host lacks")
-    return tokens
-
-
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return RowDraws()(logits, choices, maxima)
 
 
 @cache

@@ -15,6 +15,7 @@ from castline.engines.errors import EngineError
 from castline.plugins.contract import LOGITS, LOGITS_MAXIMA, StepTensors, kv_pool_name
 from castline.plugins.cpu.library import active_isa, library_path
 from castline.plugins.cpu.operator_profile import OperatorRun, read_profile
+from castline.plugins.cpu.step_binding import StepBinding
 
 _ALIGNMENT: Final = 64
 _TOUCHING_THREADS: Final = 4
@@ -60,12 +61,10 @@ class CpuSession:
         inputs = {i.name: i.shape for i in self._session.get_inputs()}
         self.num_layers = _check_pool_inputs(inputs, block_bytes)
         self.vocab_size = _vocab_size(self._session)
-        self._has_input = frozenset(inputs)
+        self._inputs = frozenset(inputs)
+        self._num_maxima = _last_size(self._session, LOGITS_MAXIMA)
         self.pool = _allocate_pool(self.num_layers, num_blocks, block_bytes)
-        self._binding = self._bind_pool()
-        self._logits = _Output(LOGITS, self.vocab_size)
-        num_maxima = _last_size(self._session, LOGITS_MAXIMA)
-        self._maxima = None if num_maxima is None else _Output(LOGITS_MAXIMA, num_maxima)
+        self._binding: StepBinding | None = self._bind()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole KV blocks (source, destination) in every layer, in order."""
@@ -79,19 +78,13 @@ class CpuSession:
 
         A step that fails may have written its own slots of the pool, and nothing else.
         """
-        if self._session is None:
+        binding = self._binding
+        if binding is None:
             raise EngineError("the session is closed")
-        feeds = tensors.feeds()  # the arrays must outlive the run: their addresses are bound
-        for name, array in feeds.items():
-            if name in self._has_input:
-                feeds[name] = array = np.ascontiguousarray(array)
-                _bind_input(self._binding, name, array)
-        rows = len(tensors.logits_indices)
-        logits = self._logits.bind(self._binding, rows)
-        if self._maxima is not None:
-            self.maxima = self._maxima.bind(self._binding, rows)
+        binding.feed(tensors)
+        logits, self.maxima = binding.outputs(len(tensors.logits_indices))
         try:
-            self._session.run_with_iobinding(self._binding)
+            self._session.run_with_iobinding(binding.native)
         except Exception as error:  # onnxruntime's own types share no base but Exception
             raise EngineError(f"the step failed: {error}") from error
         return logits
@@ -107,7 +100,7 @@ class CpuSession:
         self._session = self._binding = None  # first: two sessions would be in memory at once
         self._session = _open(self._graph, replace(self._options, profile_prefix=prefix))
         self._profiling = True
-        self._binding = self._bind_pool()
+        self._binding = self._bind()
 
     def end_profile(self) -> list[OperatorRun]:
         """The steps since `start_profile`, in order. Steps after it run at full speed again."""
@@ -127,8 +120,8 @@ class CpuSession:
         if self._profiling:
             self._session.end_profiling()
         self._binding = self._session = None
+        self.maxima = None
         self.pool = np.empty((0, 0, 0), np.uint8)
-        self._logits.free()
 
     def __enter__(self) -> "CpuSession":
         return self
@@ -136,36 +129,8 @@ class CpuSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bind_pool(self) -> Any:
-        """A binding that knows the pool already."""
-        binding = self._session.io_binding()
-        for layer in range(self.num_layers):
-            _bind_input(binding, kv_pool_name(layer), self.pool[layer])
-        return binding
-
-
-class _Output:
-    """A float output [rows, width] of the graph, and memory for it that only grows."""
-
-    def __init__(self, name: str, width: int) -> None:
-        self.name = name
-        self.width = width
-        self._memory = np.empty(width, np.float32)
-
-    def bind(self, binding: Any, rows: int) -> NDArray[np.float32]:
-        """Where the next run writes it."""
-        if rows * self.width > self._memory.size:
-            self._memory = np.empty(rows * self.width, np.float32)
-        view = self._memory[: rows * self.width].reshape(rows, self.width)
-        binding.bind_output(self.name, "cpu", 0, np.float32, view.shape, self._memory.ctypes.data)
-        return view
-
-    def free(self) -> None:
-        self._memory = np.empty(0, np.float32)
-
-
-def _bind_input(binding: Any, name: str, array: NDArray[Any]) -> None:
-    binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    def _bind(self) -> StepBinding:
+        return StepBinding(self._session, self._inputs, self.pool, self.vocab_size, self._num_maxima)
 
 
 def native_options(options: SessionOptions) -> Any:

@@ -160,6 +160,25 @@ def test_rows_vary(session, engine, pools) -> None:
         np.testing.assert_allclose(logits, engine.logits(step, pools), rtol=0, atol=1e-4)
 
 
+def test_steps_of_one_shape_read_their_own_inputs(session, engine, pools) -> None:
+    """What is bound stays bound while shapes stay: a step that reads the integers of the step before it."""
+    session.step(FIRST)
+    engine.logits(FIRST, pools)
+    last = None
+    for position in range(20, 24):  # the second sequence's block table and tokens change, no shape does
+        step = make_step(
+            [(position, position + 1), (position - 11, position - 10)], [[4, 1], [0, position % 3]], [1, 0]
+        )
+        given = {name: array.copy() for name, array in step.feeds().items()}
+        logits = session.step(step)
+        np.testing.assert_allclose(logits, engine.logits(step, pools), rtol=0, atol=1e-4)
+        assert last is None or logits is last, "addresses are asked for anew at every step"
+        last = logits
+        for name, array in step.feeds().items():
+            np.testing.assert_array_equal(array, given[name])
+            array.fill(0)  # the caller's again
+
+
 def test_empty_step(session) -> None:
     """No sequences at all: a warm-up or an idle tick."""
     empty = make_step([], [], [])

@@ -1,5 +1,6 @@
 """C50: a real process, real signals: drain, time-out, second signal, and starts that fail."""
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -194,3 +195,18 @@ def test_a_taken_port_is_named(app: Any, transport: str) -> None:
 
     with pytest.raises(EngineError, match=f"{port}.*--{transport}-port"):
         app.call(start()).result(10)
+
+
+def test_a_server_that_sleeps_hears_that_it_is_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its ticks the HTTP server waits for nothing else; polling for the end would keep an idle server awake."""
+    monkeypatch.setattr("castline.server.app.DATE_PERIOD_S", 1e6)
+
+    async def listen_and_close() -> None:
+        server = Server(ServerOptions(http_port=0, grpc_port=0))
+        await server.listen()
+        async with httpx.AsyncClient() as client:
+            assert "date" in (await client.get(f"{server.endpoints.http}/health/live")).headers
+        async with asyncio.timeout(30):
+            await server.close()
+
+    asyncio.run(listen_and_close())

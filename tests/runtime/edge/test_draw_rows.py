@@ -122,6 +122,26 @@ def test_known_maxima_change_nothing(isa: str, vocab: int) -> None:
     assert (expected[np.isin(choices["row"], [3, 5])] == sampling.NO_TOKEN).all()
 
 
+def test_arrays_that_stay_are_read_anew() -> None:
+    """Addresses are kept: of an array that was replaced, of another length, or of the copy of a strided one."""
+    rng = np.random.default_rng(11)
+    draws = sampling.RowDraws()
+    earlier = None
+    for _ in range(4):
+        rows = int(rng.integers(1, 9))
+        logits = np.empty((rows, 700), np.float32)
+        choices = np.zeros(rows, sampling.CHOICE)
+        wide = np.empty((rows, 1400), np.float32)
+        for _ in range(3):
+            logits[:] = wide[:, ::2] = (rng.standard_normal((rows, 700)) * 3).astype(np.float32)
+            choices[:] = choices_of(rows, rng)
+            expected = reference.draw_rows(logits, choices).tolist()
+            tokens = draws(logits, choices, maxima_of(logits))
+            assert tokens.tolist() == draws(wide[:, ::2], choices).tolist() == expected
+            assert earlier is None or earlier[0].tolist() == earlier[1], "a result was written over"
+            earlier = tokens, expected
+
+
 def test_rows_do_not_depend_on_their_neighbours(isa: str) -> None:
     """Scratch that is left from one row must not reach the next."""
     rng = np.random.default_rng(3)

@@ -1,8 +1,9 @@
 """The loop around a core: commands in order, one report a step, and no work where there is none."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Thread
+from time import monotonic
 
 import pytest
 
@@ -56,8 +57,9 @@ class CountingCore:
 class Loop:
     """A loop in a thread, and the serving side of its socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self.core = CountingCore()
+        self._clock = clock
         self.ours, self._theirs = socket.socketpair()
         self.ours.settimeout(10)
         self._reader = report_reader()
@@ -69,7 +71,7 @@ class Loop:
     def _run(self) -> None:
         with self._theirs:
             try:
-                run_engine_loop(self.core, CommandSocket(self._theirs))
+                run_engine_loop(self.core, CommandSocket(self._theirs), clock=self._clock)
             except BaseException as error:
                 self.outcome = error
 
@@ -105,8 +107,18 @@ def test_one_report_a_step_until_the_work_is_done(loop: Loop) -> None:
     loop.send(Add(request("a", 3)))
     reports = [loop.report() for _ in range(3)]
     assert [e.token_ids for r in reports for e in r.events] == [(0,), (1,), (2,)]
-    assert [r.stats.steps for r in reports] == [1, 2, 3]
-    assert reports[-1].stats.num_running == 0
+    assert (reports[-1].stats.steps, reports[-1].stats.num_running) == (3, 0)
+
+
+def test_statistics_are_reported_now_and_then_and_at_the_end() -> None:
+    """Counted anew for every token they cost more than a step has to give; left out at the end they stay wrong."""
+    times = iter([0.0, 0.01, 0.09, 0.1, 0.12, 0.19, 0.21, 0.215])
+    running = Loop(clock=lambda: next(times))
+    running.send(Add(request("a", 7)))
+    reports = [running.report() for _ in range(7)]
+    assert [r.stats and r.stats.steps for r in reports] == [1, None, None, 4, None, None, 7]
+    running.ours.close()
+    running.join()
 
 
 def test_commands_that_arrive_together_share_a_step(loop: Loop) -> None:
