@@ -21,8 +21,8 @@ from castline.runtime.client import Output
 from castline.runtime.events import FinishReason
 from castline.runtime.sampling_params import SamplingParams
 
-CLIENTS, ROUNDS = 16, (125, 250, 250)
-"""The first round fills every cache and every pool of memory."""
+CLIENTS, ROUNDS = 16, (125, 100, 200, 200)
+"""The first rounds fill every cache and every pool of memory."""
 
 
 async def soak(made: ScriptedEngine, leaked: list[Output] | None) -> None:
