@@ -371,7 +371,7 @@ class ScriptedEngine:
         self.open_gate()
         self._ours.close()
         if self._thread.ident is not None:
-            self._thread.join(30)
+            self._thread.join(60)
             assert not self._thread.is_alive(), "the loop did not end"
 
 
