@@ -7,6 +7,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import contextlib
+import fcntl
 import re
 import subprocess
 import sys
@@ -139,11 +140,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def engine(recipe: str, kv_dtype: str) -> Path:
         repository = root / f"{recipe}-{kv_dtype}"
-        if not any(repository.glob("*/*/engine.json")):
-            if (recipe, kv_dtype) == ("auto", "auto"):
-                build_by_command(repository)
-            else:
-                builder.build(repository, recipe, kv_dtype)
+        root.mkdir(parents=True, exist_ok=True)
+        with open(root / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run side by side: the second finds what the first built
+            if not any(repository.glob("*/*/engine.json")):
+                if (recipe, kv_dtype) == ("auto", "auto"):
+                    build_by_command(repository)
+                else:
+                    builder.build(repository, recipe, kv_dtype)
         return repository
 
     return engine
