@@ -56,11 +56,7 @@ def assert_close(found: NDArray[np.float32], wanted: NDArray[np.float32], tolera
     assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
-EACH = [pytest.param(arch, marks=pytest.mark.xdist_group(arch)) for arch in ARCHITECTURES]
-"""One process for each: its fixture exports a model."""
-
-
-@pytest.fixture(scope="module", params=EACH)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def built(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Built:
     return build(tiny_checkpoint(request.param))
 

@@ -8,7 +8,7 @@ import pytest
 from castline.engines.bundle import find_bundle
 from castline.engines.manifest import Parity, read_manifest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]  # one process builds them
+pytestmark = pytest.mark.slow
 
 
 def parity(repository: Path) -> Parity:

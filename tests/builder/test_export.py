@@ -21,8 +21,6 @@ from castline.builder.probe import rope_style
 from castline.engines.capacity import kv_block_bytes
 from castline.engines.errors import BuildError
 
-pytestmark = pytest.mark.xdist_group("export")  # one process: its fixture exports a model
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Checkpoint:

@@ -25,8 +25,6 @@ from castline.engines.check import check_host, verify_files
 from castline.engines.errors import BuildError, EngineError
 from castline.engines.manifest import read_manifest
 
-pytestmark = pytest.mark.xdist_group("pipeline")  # one process: its fixture exports a model
-
 VOCAB_SIZE = 258
 
 

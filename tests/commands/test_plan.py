@@ -103,7 +103,6 @@ def test_plan_and_loader_agree_to_the_block(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engines")
 def test_the_demo_engine_starts_with_the_planned_blocks(default_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, with a bundle as it is built and the whole start-up path."""
     for module in (planning, loader):
