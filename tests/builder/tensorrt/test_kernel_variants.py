@@ -22,7 +22,6 @@ PROCESSES = 2
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.xdist_group("variants"),  # one process: its fixture compiles all of them
 ]
 
 
