@@ -14,7 +14,6 @@ from castline.engines.gpu import detect_gpu
 from castline.engines.manifest import Gpu, read_manifest
 from castline.plugins.tensorrt.kernel_set import read_kernel_set
 
-
 Castline = Callable[..., subprocess.CompletedProcess[str]]
 TOKENS = ("--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--block-size", "16")
 

@@ -20,9 +20,7 @@ INTEGER_E4M3, HARDWARE_E4M3 = 2, 1
 MOST_REGISTERS = 255
 PROCESSES = 2
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
 def run(capability: str, environment: dict[str, str]) -> list[dict[str, Any]]:
