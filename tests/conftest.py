@@ -1,4 +1,4 @@
-"""Fixtures that rooms share: the demo engines, built once a run by the real command, and a running server."""
+"""Fixtures that rooms share: the demo engines, each built once a run, and a running server."""
 
 import os
 
@@ -7,15 +7,20 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import contextlib
+import fcntl
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 CASTLINE = [sys.executable, "-m", "castline"]
 
@@ -70,17 +75,60 @@ def run_server(repository: Path, *options: str) -> Iterator[Server]:
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
-def _build_demo(repository: Path, *options: str) -> Path:
-    command = [*CASTLINE, "build", "demo", "--name", "smollm2", "--no-tune", "--output", str(repository), *options]
+def build_by_command(repository: Path) -> None:
+    """The default demo engine, as a user builds it."""
+    command = [*CASTLINE, "build", "demo", "--name", "smollm2", "--no-tune", "--output", str(repository)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=uninterpreted())
     assert done.returncode == 0, done.stdout + done.stderr
-    return repository
+
+
+class DemoBuilder:
+    """Builds variants of the demo engine, which have their first stages in common: it loads, exports, fuses and asks
+    the reference once. Every other stage is the real one, every time."""
+
+    def __init__(self) -> None:
+        self._checkpoint: Any = None
+        self._fused: Any = None
+        self._logits: dict[tuple[int, ...], NDArray[np.float32]] = {}
+
+    def build(self, repository: Path, recipe: str, kv_dtype: str) -> None:
+        from castline.builder import pipeline
+        from castline.builder.options import BuildOptions
+        from castline.builder.progress import BuildLog
+
+        options = BuildOptions("demo", repository, name="smollm2", tune=False, recipe=recipe, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            for stage in ("load_checkpoint", "export_and_fuse", "torch_reference"):
+                patch.setattr(pipeline, stage, partial(getattr(self, stage), getattr(pipeline, stage)))
+            pipeline.build(options, BuildLog())
+
+    def load_checkpoint(self, real: Callable[..., Any], model: str) -> Any:
+        if self._checkpoint is None:
+            self._checkpoint = real(model)
+        return self._checkpoint
+
+    def export_and_fuse(self, real: Callable[..., Any], *arguments: Any) -> Any:
+        if self._fused is None:
+            self._fused = real(*arguments)
+        return replace(self._fused, model=self._fused.model.clone())
+
+    def torch_reference(self, real: Callable[..., Any], model: Any) -> Callable[[Sequence[int]], NDArray[np.float32]]:
+        reference = real(model)
+
+        def logits(tokens: Sequence[int]) -> NDArray[np.float32]:
+            key = tuple(tokens)
+            if key not in self._logits:
+                self._logits[key] = reference(tokens)
+                self._logits[key].flags.writeable = False
+            return self._logits[key]
+
+        return logits
 
 
 @pytest.fixture(scope="session")
@@ -88,11 +136,18 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Builds each variant of the demo engine at most once. CASTLINE_TEST_ENGINES keeps them between runs."""
     kept = os.environ.get("CASTLINE_TEST_ENGINES")
     root = Path(kept) if kept else tmp_path_factory.mktemp("engines")
+    builder = DemoBuilder()
 
     def engine(recipe: str, kv_dtype: str) -> Path:
         repository = root / f"{recipe}-{kv_dtype}"
-        if not any(repository.glob("*/*/engine.json")):
-            _build_demo(repository, "--recipe", recipe, "--kv-dtype", kv_dtype)
+        root.mkdir(parents=True, exist_ok=True)
+        with open(root / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run side by side: the second finds what the first built
+            if not any(repository.glob("*/*/engine.json")):
+                if (recipe, kv_dtype) == ("auto", "auto"):
+                    build_by_command(repository)
+                else:
+                    builder.build(repository, recipe, kv_dtype)
         return repository
 
     return engine

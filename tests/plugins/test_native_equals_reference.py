@@ -78,6 +78,20 @@ def test_outputs_and_pool(tools, isa, attributes, lengths, seed, threads) -> Non
     np.testing.assert_array_equal(v[written], pool.v[written])
 
 
+@pytest.mark.xfail("avx512" in available_isas(), reason="a plane of weights that was never written", strict=True)
+@pytest.mark.parametrize("window", [1, 7, 33])
+def test_a_window_that_begins_within_a_block_of_128_int8_keys(tools, window) -> None:
+    """V is summed from the start of a block, so the weights of all its keys must have been written, also of those that
+    come before every window."""
+    attributes = tools.attributes(kv_dtype=int(KvDtypeCode.INT8), block_size=128, window=window)
+    sequences = tools.Sequences(attributes, [240])
+    step = sequences.step([(0, 240)])
+    expected = tools.reference(sequences, step)
+    for isa in available_isas():
+        node = tools.Node(attributes, sequences.num_blocks, isa)
+        np.testing.assert_allclose(node(step), expected, rtol=0, atol=2e-3, err_msg=isa)
+
+
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("kv_dtype", CPU_KV_DTYPES)
 def test_extreme_values_round_alike(tools, isa, kv_dtype) -> None:

@@ -308,6 +308,7 @@ def test_a_profiled_session_goes_on(session, tmp_path) -> None:
 
 def test_close_releases_everything(engine, graph) -> None:
     """A second engine in the same process must find the first one's pool and threads gone."""
+    gc.collect()  # sessions of earlier tests end before the count
     threads = tasks()
     session = CpuSession(
         graph,
@@ -349,9 +350,11 @@ def test_idle_session_uses_no_cpu(engine, graph) -> None:
     with CpuSession(graph, num_blocks=BLOCKS, block_bytes=block_bytes(engine.attributes), options=options) as session:
         workers = tasks() - before
         assert len(workers) == 1
-        for _ in range(50):
+        for _ in range(5000):  # on a busy machine the second thread may sleep through many
             session.step(step)
+            if cpu_seconds(workers) > 0.0005:
+                break
         used = cpu_seconds(workers)
-        time.sleep(0.5)
-        assert cpu_seconds(workers) - used <= 0.002
         assert used > 0.0005
+        time.sleep(0.5)
+        assert cpu_seconds(workers) - used < 0.05, "a thread that spins takes ten times that"

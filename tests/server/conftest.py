@@ -269,7 +269,7 @@ class FakeEngine:
     def wait_for_live(self, count: int) -> None:
         """Blocks the calling thread until exactly *count* requests are alive."""
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.live) == count, 10), f"{len(self.live)} alive, not {count}"
+            assert self.changed.wait_for(lambda: len(self.live) == count, 60), f"{len(self.live)} alive, not {count}"
 
 
 def _with_prompt(output: Output, info: PromptInfo) -> Output:
@@ -324,8 +324,8 @@ def running_server(engine: FakeEngine, *, opened: bool = True, **options: Any) -
         await server.close()
 
     server: Server = asyncio.run_coroutine_threadsafe(start(), loop).result(20)
-    http = httpx.Client(base_url=server.endpoints.http, timeout=20)
-    client = openai.OpenAI(base_url=f"{server.endpoints.http}/v1", api_key="-", max_retries=0, timeout=20)
+    http = httpx.Client(base_url=server.endpoints.http, timeout=60)
+    client = openai.OpenAI(base_url=f"{server.endpoints.http}/v1", api_key="-", max_retries=0, timeout=60)
     channel = grpc.insecure_channel(server.endpoints.grpc.removeprefix("grpc://"))
     stub = castline_pb2_grpc.InferenceStub(channel)
     try:
@@ -336,7 +336,7 @@ def running_server(engine: FakeEngine, *, opened: bool = True, **options: Any) -
         channel.close()
         asyncio.run_coroutine_threadsafe(stop(server), loop).result(20)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(20)
+        thread.join(60)
         loop.close()
 
 

@@ -13,7 +13,7 @@ def send(app: Any, path: str, body: dict[str, Any]) -> socket.socket:
     """A request on a connection of its own, whose answer nobody has read yet."""
     raw = json.dumps(body).encode()
     host, _, port = app.url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     connection.sendall(head.encode() + raw)
     return connection
@@ -47,7 +47,7 @@ def test_a_client_that_sends_half_a_body(app: Any) -> None:
     connection = send(app, "/v1/chat/completions", CHAT)
     connection.close()
     host, _, port = app.url.removeprefix("http://").partition(":")
-    half = socket.create_connection((host, int(port)), timeout=10)
+    half = socket.create_connection((host, int(port)), timeout=60)
     half.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
     half.close()
     assert app.http.get("/health/ready").status_code == 200

@@ -23,7 +23,7 @@ from castline.server.proto import castline_pb2_grpc
 
 SCRIPT = Path(__file__).with_name("fake_server.py")
 REPLY = "Paris, naïve 🙂."
-EXIT_S = 20
+EXIT_S = 60
 
 
 class Process:
@@ -34,7 +34,7 @@ class Process:
         self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         word, url, address = self.read_line().split()
         assert word == "listening"
-        self.http = httpx.Client(base_url=url, timeout=20)
+        self.http = httpx.Client(base_url=url, timeout=60)
         self.channel = grpc.insecure_channel(address.removeprefix("grpc://"))
         self.inference = castline_pb2_grpc.InferenceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)

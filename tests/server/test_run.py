@@ -62,7 +62,7 @@ class Calls:
                 started = asyncio.Event()
                 engine.start_profile.side_effect = started.set
                 signal.raise_signal(signal.SIGUSR1)
-                await asyncio.wait_for(started.wait(), 10)
+                await asyncio.wait_for(started.wait(), 60)
 
         with patch("castline.runtime.async_engine.AsyncEngine.start", start):
             asyncio.run(open_and_signal())

@@ -38,7 +38,7 @@ from castline.engines.sku import load_sku
 from castline.plugins.contract import PAGED_ATTENTION
 from castline.plugins.cpu.session import CpuSession, SessionOptions
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]  # one process: its fixture exports a model
+pytestmark = pytest.mark.slow
 
 LAYERS = 30
 LEAST_KL = {"fp16": 1e-6, "fp8": 5e-3, "int4": 1e-2}

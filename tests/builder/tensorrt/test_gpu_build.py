@@ -17,8 +17,6 @@ from castline.engines.memory_plan import Asked
 from castline.engines.sku import load_sku
 from castline.plugins.tensorrt.kernel_set import read_kernel_set
 
-pytestmark = pytest.mark.xdist_group("bundle")  # one process: its fixture builds one
-
 Castline = Callable[..., subprocess.CompletedProcess[str]]
 TOKENS = ("--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--block-size", "16")
 

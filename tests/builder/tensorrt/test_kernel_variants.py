@@ -20,10 +20,7 @@ INTEGER_E4M3, HARDWARE_E4M3 = 2, 1
 MOST_REGISTERS = 255
 PROCESSES = 2
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.xdist_group("variants"),  # one process: its fixture compiles all of them
-]
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
 def run(capability: str, environment: dict[str, str]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ The tiny model has two attention layers with seeded random weights over a byte-l
 prompt, greedy text wanders, and every token depends on all tokens before it.
 """
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -53,10 +54,12 @@ from castline.runtime.wire import Failed, Ready
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 260, 64, 2, 4, 2, 16
 BOS, EOS = 256, 257
 MAX_LEN, BLOCK = 256, 16
+SMALL = EffectiveLimits(
+    max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, block_size=16, num_blocks=64, max_concurrency=4.0
+)
 
 
-@pytest.fixture
-def sample_manifest() -> Manifest:
+def make_manifest() -> Manifest:
     """For arithmetic and checks; there is no bundle behind it."""
     return Manifest(
         schema_version=SCHEMA_VERSION,
@@ -74,6 +77,11 @@ def sample_manifest() -> Manifest:
         tool_versions={"onnxruntime": "1.32.0"},
         files={},
     )
+
+
+@pytest.fixture
+def sample_manifest() -> Manifest:
+    return make_manifest()
 
 
 @pytest.fixture(scope="session")
@@ -293,13 +301,18 @@ class ScriptedExecutor:
 
 
 class ScriptedEngine:
-    """A real core over a scripted executor, its loop in a thread, and an AsyncEngine at the other end of the socket."""
+    """A real core over a scripted executor, its loop in a thread, and an AsyncEngine at the other end of the socket.
 
-    def __init__(self, manifest: Manifest, tokenizer_dir: Path, limits: EffectiveLimits) -> None:
-        self.manifest, self.limits = manifest, limits
+    Keyword arguments replace limits.
+    """
+
+    def __init__(self, tokenizer_dir: Path, **limits: int) -> None:
+        manifest = make_manifest()
+        self.manifest = replace(manifest, model=replace(manifest.model, vocab_size=VOCAB))
+        self.limits = replace(SMALL, **limits)
         self.tokenizer = load_tokenizer(tokenizer_dir)
         self.executor = ScriptedExecutor()
-        self.core = EngineCore(self.executor, limits, (EOS,), Sampler(VOCAB, (EOS,)))
+        self.core = EngineCore(self.executor, self.limits, (EOS,), Sampler(VOCAB, (EOS,)))
         self.now: float | None = None
         """What the serving side's clock shows; None: the real time."""
         self._ours, self._theirs = socket.socketpair()
@@ -335,6 +348,19 @@ class ScriptedEngine:
             text += chr(token)
         return text
 
+    async def idle(self, engine: AsyncEngine) -> None:
+        """Waits until *engine* has nothing to do; then neither side may know of any request."""
+
+        async def poll() -> None:
+            while self.core.has_work or engine.stats().kv_blocks_used or engine.stats().num_running:
+                await asyncio.sleep(0.001)
+
+        await asyncio.wait_for(poll(), 60)
+        self.core.scheduler.check()
+        assert len(engine._live) == len(engine._processor) == len(self.core._sampler) == 0
+        assert not self.core.scheduler.groups
+        assert not self.core._deadlines
+
     def open_gate(self) -> None:
         """Steps no longer wait."""
         gate, self.executor.gate = self.executor.gate, None
@@ -345,7 +371,7 @@ class ScriptedEngine:
         self.open_gate()
         self._ours.close()
         if self._thread.ident is not None:
-            self._thread.join(30)
+            self._thread.join(60)
             assert not self._thread.is_alive(), "the loop did not end"
 
 
@@ -363,21 +389,12 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scripted(sample_manifest: Manifest, tokenizer_dir: Path) -> Iterator[Callable[..., ScriptedEngine]]:
+def scripted(tokenizer_dir: Path) -> Iterator[Callable[..., ScriptedEngine]]:
     """Makes scripted engines; keyword arguments replace limits."""
     made: list[ScriptedEngine] = []
-    manifest = replace(sample_manifest, model=replace(sample_manifest.model, vocab_size=VOCAB))
 
     def make(**limits: int) -> ScriptedEngine:
-        defaults = EffectiveLimits(
-            max_model_len=256,
-            max_num_seqs=8,
-            max_num_batched_tokens=64,
-            block_size=16,
-            num_blocks=64,
-            max_concurrency=4.0,
-        )
-        made.append(ScriptedEngine(manifest, tokenizer_dir, replace(defaults, **limits)))
+        made.append(ScriptedEngine(tokenizer_dir, **limits))
         return made[-1]
 
     yield make

@@ -37,7 +37,7 @@ async def until(condition: Callable[[], bool]) -> None:
         while not condition():
             await asyncio.sleep(0.001)
 
-    await asyncio.wait_for(poll(), 20)
+    await asyncio.wait_for(poll(), 60)
 
 
 async def settled(scripted: Any, engine: AsyncEngine) -> None:

@@ -86,7 +86,7 @@ class Loop:
         return report
 
     def join(self) -> None:
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 

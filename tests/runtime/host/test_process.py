@@ -135,9 +135,9 @@ def test_a_hung_engine_ends_with_its_killed_server(tiny_repository: Path) -> Non
     engine = psutil.Process(int(server.stdout.readline()))
     engine.suspend()
     server.kill()
-    server.wait(20)
+    server.wait(60)
     server.stdout.close()
-    psutil.wait_procs([engine], timeout=20)
+    psutil.wait_procs([engine], timeout=60)
     assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 

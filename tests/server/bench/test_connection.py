@@ -62,7 +62,7 @@ async def exchange_all(server: RawServer, count: int) -> list[tuple[int, bytes] 
 def run(count: int, *answers: bytes, closes: tuple[int, ...] = ()) -> tuple[list[tuple[int, bytes] | Exception], int]:
     async def main() -> tuple[list[tuple[int, bytes] | Exception], int]:
         server = RawServer(*answers, closes=closes)
-        return await asyncio.wait_for(exchange_all(server, count), 20), server.num_connections
+        return await asyncio.wait_for(exchange_all(server, count), 60), server.num_connections
 
     return asyncio.run(main())
 
@@ -131,7 +131,7 @@ def test_an_idle_connection_that_the_server_closed_is_replaced() -> None:
         pool.close()
         listener.close()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_cancelled_exchange_hangs_up() -> None:
@@ -148,4 +148,4 @@ def test_a_cancelled_exchange_hangs_up() -> None:
         await server.hung_up.wait()
         listener.close()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 60))
