@@ -145,7 +145,8 @@ void attend_integer_tile(const Attributes& a, const TileBlocks& tile, const Rows
   }
   gather_scales(tile, 1.0f, s.scales);
   constexpr int kGroups = kPlaneWidth / kGroup;
-  const int first = tile.first_key / kPlaneWidth * kGroups;
+  // integer_values reads the weights of whole blocks.
+  const int first = tile.first_key / a.block_size * a.block_size / kPlaneWidth * kGroups;
   const int last = (tile.last_key + kPlaneWidth - 1) / kPlaneWidth * kGroups;
   uint8_t* const weights = reinterpret_cast<uint8_t*>(s.scores);  // a row's weights take the place of its scores
   for (int r = 0; r < rows.count; ++r) {
