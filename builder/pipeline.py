@@ -241,6 +241,7 @@ def verify_engine(
             CpuSession(
                 graph,
                 num_blocks=case.num_blocks(limits.block_size),
+                block_size=limits.block_size,
                 block_bytes=plan.block_bytes(limits.block_size),
                 options=SessionOptions(num_threads=choices.num_threads),
             ) as engine,

@@ -232,6 +232,7 @@ def verify_graph(
             CpuSession(
                 save_graph(proof_graph(model, kv_dtype), home),
                 num_blocks=case.num_blocks(limits.block_size),
+                block_size=limits.block_size,
                 block_bytes=block_bytes,
                 options=SessionOptions(config=PROOF_CONFIG),
             ) as engine,

@@ -1,7 +1,6 @@
 """An ONNX Runtime session over a cpu engine's graph, with its KV pool: the builder verifies, the runtime serves."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns, time_ns
@@ -13,12 +12,11 @@ from numpy.typing import NDArray
 
 from castline.engines.errors import EngineError
 from castline.plugins.contract import LOGITS, LOGITS_MAXIMA, StepTensors, kv_pool_name
+from castline.plugins.cpu.kv_memory import KvMemory
 from castline.plugins.cpu.library import active_isa, library_path
 from castline.plugins.cpu.operator_profile import OperatorRun, read_profile
 from castline.plugins.cpu.step_binding import StepBinding
 
-_ALIGNMENT: Final = 64
-_TOUCHING_THREADS: Final = 4
 _ERROR_LEVEL: Final = 3
 
 
@@ -39,7 +37,7 @@ class SessionOptions:
 
 
 class CpuSession:
-    """An engine graph and a zeroed pool of *num_blocks* KV blocks a layer, of *block_bytes* bytes each.
+    """An engine graph and a zeroed pool of *num_blocks* KV blocks, of *block_size* tokens and *block_bytes* a layer.
 
     Not thread-safe: one step at a time. Raises EngineError where the graph, the library or the memory is not as needed.
     """
@@ -50,9 +48,18 @@ class CpuSession:
     """The last step's `LOGITS_MAXIMA` [R, blocks], valid as long as its logits; None where the graph has none."""
 
     def __init__(
-        self, graph: Path | bytes, *, num_blocks: int, block_bytes: int, options: SessionOptions | None = None
+        self,
+        graph: Path | bytes,
+        *,
+        num_blocks: int,
+        block_size: int,
+        block_bytes: int,
+        num_provided: int | None = None,
+        options: SessionOptions | None = None,
     ) -> None:
+        """The first *num_provided* blocks are given memory at once, None all; the others by `provide`."""
         self.num_blocks = num_blocks
+        self.block_size = block_size
         self.block_bytes = block_bytes
         self._graph = graph
         self._options = options or SessionOptions()
@@ -63,15 +70,27 @@ class CpuSession:
         self.vocab_size = _vocab_size(self._session)
         self._inputs = frozenset(inputs)
         self._num_maxima = _last_size(self._session, LOGITS_MAXIMA)
-        self.pool = _allocate_pool(self.num_layers, num_blocks, block_bytes)
+        _check_slots(num_blocks, self.num_layers, block_size)
+        self._memory: KvMemory | None = KvMemory(num_blocks, self.num_layers, block_bytes)
+        self.provide(0, num_blocks if num_provided is None else num_provided)
         self._binding: StepBinding | None = self._bind()
+
+    @property
+    def pool(self) -> NDArray[np.uint8]:
+        """[num_blocks, num_layers, block_bytes]; empty once the session is closed."""
+        return np.empty((0, 0, 0), np.uint8) if self._memory is None else self._memory.pool
+
+    def provide(self, begin: int, end: int) -> bool:
+        """See `KvMemory.provide`; the session must stay open meanwhile."""
+        return self._memory is not None and self._memory.provide(begin, end)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole KV blocks (source, destination) in every layer, in order."""
+        pool = self.pool
         for source, destination in copies:
             if not (0 <= source < self.num_blocks and 0 <= destination < self.num_blocks):
                 raise EngineError(f"block copy {source} -> {destination}: the pool has {self.num_blocks} blocks")
-            self.pool[:, destination] = self.pool[:, source]
+            pool[destination] = pool[source]
 
     def step(self, tensors: StepTensors) -> NDArray[np.float32]:
         """Runs one forward pass; logits [R, vocab_size], valid until the next call. Raises EngineError.
@@ -120,8 +139,7 @@ class CpuSession:
         if self._profiling:
             self._session.end_profiling()
         self._binding = self._session = None
-        self.maxima = None
-        self.pool = np.empty((0, 0, 0), np.uint8)
+        self.maxima = self._memory = None
 
     def __enter__(self) -> "CpuSession":
         return self
@@ -130,7 +148,7 @@ class CpuSession:
         self.close()
 
     def _bind(self) -> StepBinding:
-        return StepBinding(self._session, self._inputs, self.pool, self.vocab_size, self._num_maxima)
+        return StepBinding(self._session, self._inputs, self.pool, self.block_size, self.vocab_size, self._num_maxima)
 
 
 def native_options(options: SessionOptions) -> Any:
@@ -187,17 +205,11 @@ def _last_size(session: Any, name: str) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _allocate_pool(num_layers: int, num_blocks: int, block_bytes: int) -> NDArray[np.uint8]:
-    """[num_layers, num_blocks, block_bytes], every layer aligned, every page touched: no later step faults one in."""
-    layer_bytes = -(-num_blocks * block_bytes // _ALIGNMENT) * _ALIGNMENT
-    try:
-        raw = np.empty(num_layers * layer_bytes + _ALIGNMENT, np.uint8)
-    except MemoryError:
+def _check_slots(num_blocks: int, num_layers: int, block_size: int) -> None:
+    """A graph's slots are int32, and number every layer's (`castline.plugins.cpu.step_binding`)."""
+    slots, most = num_blocks * num_layers * block_size, np.iinfo(np.int32).max
+    if slots > most:
         raise EngineError(
-            f"no memory for a KV pool of {num_layers * layer_bytes:,} bytes ({num_blocks} blocks); ask for fewer blocks"
-        ) from None
-    start = -raw.ctypes.data % _ALIGNMENT
-    layers = raw[start : start + num_layers * layer_bytes].reshape(num_layers, layer_bytes)
-    with ThreadPoolExecutor(_TOUCHING_THREADS) as threads:  # the kernel clears pages faster on several cores
-        list(threads.map(lambda layer: layer.fill(0), layers))
-    return layers[:, : num_blocks * block_bytes].reshape(num_layers, num_blocks, block_bytes)
+            f"a KV pool of {num_blocks} blocks of {block_size} tokens in {num_layers} layers has {slots:,} slots, and "
+            f"the kernels count up to {most:,}: ask for at most {most // (num_layers * block_size)} blocks"
+        )

@@ -2,30 +2,47 @@
 
 Binding an input costs more than copying the few integers that a decode has, and most steps have the shapes of the step
 before.
+
+The pool is [blocks, layers, block_bytes], and the graph has a pool of [blocks, block_bytes] for each layer. A layer's
+pool is bound as all that follows its first block: its block b is number b x layers from there. Block tables and slots
+are numbered so when they are copied.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from castline.plugins.contract import LOGITS, LOGITS_MAXIMA, StepTensors, kv_pool_name
+from castline.plugins.contract import BLOCK_TABLE, LOGITS, LOGITS_MAXIMA, SLOT_MAPPING, StepTensors, kv_pool_name
 
 
 class StepBinding:
-    """The inputs and outputs of *session*, a graph over *pool* [layers, ...]; the pool is bound for good."""
+    """The inputs and outputs of *session*, a graph over *pool* [blocks, layers, bytes]; the pool is bound for good."""
 
     def __init__(
-        self, session: Any, inputs: Collection[str], pool: NDArray[np.uint8], vocab_size: int, num_maxima: int | None
+        self,
+        session: Any,
+        inputs: Collection[str],
+        pool: NDArray[np.uint8],
+        block_size: int,
+        vocab_size: int,
+        num_maxima: int | None,
     ) -> None:
-        """*inputs* are the graph's; *num_maxima* of a row, where it has the output LOGITS_MAXIMA."""
+        """*inputs* are the graph's; *block_size* in tokens; *num_maxima* of a row, where it has LOGITS_MAXIMA."""
         self.native = session.io_binding()
         """To be run."""
-        for layer, blocks in enumerate(pool):
-            _bind_input(self.native, kv_pool_name(layer), blocks)
-        self._inputs = [_Input(self.native, f.name) for f in fields(StepTensors) if f.name in inputs]
+        num_blocks, num_layers, block_bytes = pool.shape
+        flat = pool.reshape(num_blocks * num_layers, block_bytes)
+        for layer in range(num_layers):
+            _bind_input(self.native, kv_pool_name(layer), flat[layer : layer + (num_blocks - 1) * num_layers + 1])
+        numberings: dict[str, Callable[[NDArray[Any], NDArray[Any]], object]] = {
+            BLOCK_TABLE: lambda table, out: np.multiply(table, num_layers, out=out),
+            SLOT_MAPPING: lambda slots, out: _number_slots(slots, block_size, num_layers, out),
+        }
+        names = [f.name for f in fields(StepTensors) if f.name in inputs]
+        self._inputs = [_Input(self.native, name, numberings.get(name, _copy)) for name in names]
         self._logits = _Output(self.native, LOGITS, vocab_size)
         self._maxima = None if num_maxima is None else _Output(self.native, LOGITS_MAXIMA, num_maxima)
 
@@ -42,20 +59,21 @@ class StepBinding:
 class _Input:
     """An input of the graph."""
 
-    __slots__ = ("_array", "_native", "name")
+    __slots__ = ("_array", "_native", "_write", "name")
 
-    def __init__(self, native: Any, name: str) -> None:
+    def __init__(self, native: Any, name: str, write: Callable[[NDArray[Any], NDArray[Any]], object]) -> None:
+        """*write* fills its second argument, bound memory, from its first, the caller's."""
         self.name = name
+        self._write = write
         self._native = native
         self._array: NDArray[Any] | None = None
 
     def set(self, array: NDArray[Any]) -> None:
         bound = self._array
-        if bound is not None and bound.shape == array.shape and bound.dtype == array.dtype:
-            bound[:] = array
-        else:
-            self._array = array.copy(order="C")
-            _bind_input(self._native, self.name, self._array)
+        if bound is None or bound.shape != array.shape or bound.dtype != array.dtype:
+            bound = self._array = np.empty(array.shape, array.dtype)
+            _bind_input(self._native, self.name, bound)
+        self._write(array, bound)
 
 
 class _Output:
@@ -79,6 +97,18 @@ class _Output:
             shape = self._array.shape
             self._native.bind_output(self._name, "cpu", 0, np.float32, shape, self._memory.ctypes.data)
         return self._array
+
+
+def _copy(array: NDArray[Any], out: NDArray[Any]) -> None:
+    out[:] = array
+
+
+def _number_slots(slots: NDArray[Any], block_size: int, num_layers: int, out: NDArray[Any]) -> None:
+    """Slot block x block_size + offset becomes block x num_layers x block_size + offset; -1, no slot, stays."""
+    np.maximum(slots, 0, out=out)
+    out //= block_size
+    out *= block_size * (num_layers - 1)
+    out += slots
 
 
 def _bind_input(native: Any, name: str, array: NDArray[Any]) -> None:

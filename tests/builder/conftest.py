@@ -140,7 +140,13 @@ def open_session(graph: Path, model: ir.Model, kv_dtype: KvDtype = "fp32", num_b
     node = next(n for n in model.graph if n.op_type == "PagedAttention")
     heads, head_dim = node.attributes["num_kv_heads"].as_int(), node.attributes["head_dim"].as_int()
     block_bytes = kv_block_bytes(heads, head_dim, BLOCK_SIZE, kv_dtype)
-    return CpuSession(graph, num_blocks=num_blocks, block_bytes=block_bytes, options=SessionOptions(num_threads=1))
+    return CpuSession(
+        graph,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        block_bytes=block_bytes,
+        options=SessionOptions(num_threads=1),
+    )
 
 
 @pytest.fixture(scope="session")

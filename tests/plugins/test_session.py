@@ -131,7 +131,9 @@ def graph(engine, tmp_path):
 @pytest.fixture
 def session(engine, graph):
     options = SessionOptions(num_threads=2)
-    with CpuSession(graph, num_blocks=BLOCKS, block_bytes=block_bytes(engine.attributes), options=options) as session:
+    with CpuSession(
+        graph, num_blocks=BLOCKS, block_size=16, block_bytes=block_bytes(engine.attributes), options=options
+    ) as session:
         yield session
 
 
@@ -209,7 +211,7 @@ def test_copied_blocks_continue_alike(session) -> None:
 def test_failed_step_is_an_engine_error(session, engine, pools) -> None:
     """A step that fails names the tensor, and the next step is unharmed."""
     session.step(FIRST)
-    with pytest.raises(EngineError, match=r"the step failed: .*slot_mapping\[0\] is 96"):
+    with pytest.raises(EngineError, match=r"the step failed: .*slot_mapping\[0\] is 192"):  # counted in both layers
         session.step(replace(SECOND, slot_mapping=SECOND.slot_mapping + 76))
     engine.logits(FIRST, pools)
     np.testing.assert_allclose(session.step(SECOND), engine.logits(SECOND, pools), rtol=0, atol=1e-4)
@@ -232,25 +234,25 @@ def test_wrong_inputs_are_engine_errors(session, broken) -> None:
 
 def test_pool_is_aligned_zeroed_and_in_place(session) -> None:
     """The kernels' loads want 64-byte blocks, and the graph must write the very array that copy_blocks copies."""
-    assert session.pool.shape == (2, BLOCKS, session.block_bytes)
+    assert session.pool.shape == (BLOCKS, 2, session.block_bytes)
     assert session.pool.ctypes.data % 64 == 0
-    assert session.pool[1].ctypes.data % 64 == 0
+    assert session.pool[0, 1].ctypes.data % 64 == 0
     assert not session.pool.any()
     session.step(FIRST)
-    assert [bool(session.pool[0, b].any()) for b in range(BLOCKS)] == [True, True, False, False, True, False]
-    assert (session.pool[1].any(axis=1) == session.pool[0].any(axis=1)).all()
+    assert [bool(session.pool[b, 0].any()) for b in range(BLOCKS)] == [True, True, False, False, True, False]
+    assert (session.pool[:, 1].any(axis=1) == session.pool[:, 0].any(axis=1)).all()
 
 
 def test_wrong_graphs_are_refused(engine, graph, tmp_path) -> None:
     """A bundle whose parts do not fit each other fails at load, with the field, not in its first step."""
     size = block_bytes(engine.attributes)
     with pytest.raises(EngineError, match=rf"kv_pool\.0 has blocks of {size} bytes, the engine of 64"):
-        CpuSession(graph, num_blocks=BLOCKS, block_bytes=64)
+        CpuSession(graph, num_blocks=BLOCKS, block_size=16, block_bytes=64)
     (tmp_path / "torn.onnx").write_bytes(graph.read_bytes()[:-100])
     with pytest.raises(EngineError, match=r"cannot load .*torn\.onnx"):
-        CpuSession(tmp_path / "torn.onnx", num_blocks=1, block_bytes=size)
+        CpuSession(tmp_path / "torn.onnx", num_blocks=1, block_size=16, block_bytes=size)
     with pytest.raises(EngineError, match=r"cannot load .*absent\.onnx"):
-        CpuSession(tmp_path / "absent.onnx", num_blocks=1, block_bytes=size)
+        CpuSession(tmp_path / "absent.onnx", num_blocks=1, block_size=16, block_bytes=size)
     other = helper.make_graph(
         [helper.make_node("Identity", ["x"], ["y"])],
         "other",
@@ -259,13 +261,13 @@ def test_wrong_graphs_are_refused(engine, graph, tmp_path) -> None:
     )
     model = helper.make_model(other, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     with pytest.raises(EngineError, match=r"no input kv_pool\.0"):
-        CpuSession(model.SerializeToString(), num_blocks=1, block_bytes=size)
+        CpuSession(model.SerializeToString(), num_blocks=1, block_size=16, block_bytes=size)
 
 
-def test_impossible_pool_is_refused(engine, graph) -> None:
-    """More blocks than the address space holds: the size and the cure, not a bare MemoryError."""
-    with pytest.raises(EngineError, match=r"no memory for a KV pool of .* bytes .* fewer blocks"):
-        CpuSession(graph, num_blocks=1 << 45, block_bytes=block_bytes(engine.attributes))
+def test_more_slots_than_int32_counts_are_refused(engine, graph) -> None:
+    """Slots that wrap round would write into other sequences' blocks."""
+    with pytest.raises(EngineError, match=r"2,147,483,648 slots.*ask for at most 67108863 blocks"):
+        CpuSession(graph, num_blocks=1 << 26, block_size=16, block_bytes=block_bytes(engine.attributes))
 
 
 def test_options_reach_the_runtime(engine, graph, tmp_path) -> None:
@@ -273,7 +275,9 @@ def test_options_reach_the_runtime(engine, graph, tmp_path) -> None:
     options = SessionOptions(
         num_threads=1, config={"session.disable_prepacking": "1"}, profile_prefix=str(tmp_path / "profile")
     )
-    with CpuSession(graph, num_blocks=BLOCKS, block_bytes=block_bytes(engine.attributes), options=options) as session:
+    with CpuSession(
+        graph, num_blocks=BLOCKS, block_size=16, block_bytes=block_bytes(engine.attributes), options=options
+    ) as session:
         native = session._session.get_session_options()
         assert native.get_session_config_entry("session.disable_prepacking") == "1"
         assert native.intra_op_num_threads == 1
@@ -313,6 +317,7 @@ def test_close_releases_everything(engine, graph) -> None:
     session = CpuSession(
         graph,
         num_blocks=BLOCKS,
+        block_size=16,
         block_bytes=block_bytes(engine.attributes),
         options=SessionOptions(num_threads=3),
     )
@@ -347,7 +352,9 @@ def test_idle_session_uses_no_cpu(engine, graph) -> None:
     before = tasks()
     options = SessionOptions(num_threads=2)
     step = make_step([(0, 96)], [[0, 1, 2, 3, 4, 5]], [95])  # enough work to hand some to the second thread
-    with CpuSession(graph, num_blocks=BLOCKS, block_bytes=block_bytes(engine.attributes), options=options) as session:
+    with CpuSession(
+        graph, num_blocks=BLOCKS, block_size=16, block_bytes=block_bytes(engine.attributes), options=options
+    ) as session:
         workers = tasks() - before
         assert len(workers) == 1
         for _ in range(5000):  # on a busy machine the second thread may sleep through many

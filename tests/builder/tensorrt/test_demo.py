@@ -174,6 +174,7 @@ def test_graph_is_within_its_gate(demo: Demo, tmp_path: Path, sku: str, recipe: 
     with CpuSession(
         save_graph(proof_graph(lowered.model, kept), tmp_path),
         num_blocks=demo.case.num_blocks(wanted.block_size),
+        block_size=wanted.block_size,
         block_bytes=block_bytes,
         options=SessionOptions(num_threads=1, config=PROOF_CONFIG),
     ) as session:

@@ -33,6 +33,7 @@ def divergence(built: Any, lowered: ir.Model, kv_dtype: Any, directory: Path, to
     with CpuSession(
         save_graph(proof_graph(lowered, kv_dtype), directory),
         num_blocks=CASE.num_blocks(tools.block_size),
+        block_size=tools.block_size,
         block_bytes=block_bytes,
         options=SessionOptions(num_threads=1),
     ) as session:
