@@ -15,11 +15,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """Blocks ``0 .. num_blocks``; ``on_evict(block)`` is called when a cached block is taken for other content."""
+    """Blocks ``0 .. num_blocks``; ``on_evict(block)`` is called when a cached block is taken for other content.
+
+    Blank blocks that were used before are taken first, then those that never were, in ascending order, each with a call
+    of ``on_first_use(block)``; cached ones only when no other is left. So the blocks that were ever used are
+    ``0 .. num_opened``.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_opened = 0
         self.on_evict: Callable[[int], None] | None = None
+        self.on_first_use: Callable[[int], None] | None = None
         self._refs = [0] * num_blocks
         self._cached = bytearray(num_blocks)
         self._blank = list(range(num_blocks - 1, -1, -1))
@@ -40,6 +47,10 @@ class BlockPool:
             self.evict()
         block = self._blank.pop()
         self._refs[block] = 1
+        if block == self.num_opened:
+            self.num_opened += 1
+            if self.on_first_use is not None:
+                self.on_first_use(block)
         return block
 
     def evict(self) -> int:
@@ -102,3 +113,5 @@ class BlockPool:
         assert not any(map(self._cached.__getitem__, blank)), "a blank block can be found"
         assert all(map(self._cached.__getitem__, self._evictable)), "an evictable block cannot be found"
         assert self.num_free + len(held) == self.num_blocks, "free + used != total"
+        never = list(range(self.num_blocks - 1, self.num_opened - 1, -1))
+        assert self._blank[: len(never)] == never, "blocks are not used for the first time in order"

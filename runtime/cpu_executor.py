@@ -11,21 +11,32 @@ from castline.engines.manifest import Manifest
 from castline.plugins.contract import StepTensors
 from castline.plugins.cpu.operator_profile import OperatorRun
 from castline.plugins.cpu.session import CpuSession, SessionOptions
+from castline.runtime.client import EffectiveLimits
+from castline.runtime.pool_growth import GrowthPolicy, PoolGrowth
 
 
 class CpuExecutor:
     """Implements `castline.runtime.executor.Executor`. Owned by one thread."""
 
-    def __init__(self, bundle: Path, manifest: Manifest, num_blocks: int, num_threads: int) -> None:
-        """Loads the graph and touches every page of the pool. Raises EngineError."""
-        model, block_size = manifest.model, manifest.limits.block_size
+    def __init__(self, bundle: Path, manifest: Manifest, limits: EffectiveLimits, num_threads: int) -> None:
+        """Loads the graph and reserves the pool, whose memory comes ahead of use. Raises EngineError."""
+        model, block_size = manifest.model, limits.block_size
+        block_bytes = kv_block_bytes(model.num_kv_heads, model.head_dim, block_size, manifest.precision.kv_dtype)
+        policy = GrowthPolicy.of(limits, model.num_layers * block_bytes)
         self._session = CpuSession(
             bundle / manifest.graph_file,
-            num_blocks=num_blocks,
-            block_bytes=kv_block_bytes(model.num_kv_heads, model.head_dim, block_size, manifest.precision.kv_dtype),
+            num_blocks=limits.num_blocks,
+            block_size=block_size,
+            block_bytes=block_bytes,
+            num_provided=policy.growth,
             options=SessionOptions(num_threads=num_threads),
         )
+        self._growth = PoolGrowth(self._session.provide, limits.num_blocks, policy)
         self.vocab_size = self._session.vocab_size
+
+    def on_first_use(self, block: int) -> None:
+        """A step will write *block*, which none has before; blocks come in ascending order. Returns at once."""
+        self._growth.on_first_use(block)
 
     @property
     def maxima(self) -> NDArray[np.float32] | None:
@@ -45,4 +56,5 @@ class CpuExecutor:
         return self._session.end_profile()
 
     def close(self) -> None:
+        self._growth.close()  # first: it gives memory to the session's pool
         self._session.close()

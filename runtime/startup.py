@@ -35,7 +35,7 @@ def load_core(
     model = manifest.model
     executor: CpuExecutor | DeviceExecutor
     if manifest.host.target == "cpu":
-        executor = CpuExecutor(bundle, manifest, limits.num_blocks, num_threads)
+        executor = CpuExecutor(bundle, manifest, limits, num_threads)
     else:
         executor = _load_gpu(bundle, manifest, limits)
     try:
@@ -55,6 +55,8 @@ def load_core(
         raise
     sampler = Sampler(model.vocab_size, model.eos_token_ids)
     core = EngineCore(executor, limits, model.eos_token_ids, sampler, step_seconds=step_seconds, marks=marks)
+    if isinstance(executor, CpuExecutor):
+        core.scheduler.kv.pool.on_first_use = executor.on_first_use
     return core, executor
 
 
@@ -137,7 +139,7 @@ def _time(executor: Executor, step: StepTensors) -> float:
 
 
 def _idle_step(query_lens: list[int], context: int, block_size: int, num_drafts: int = 0) -> StepTensors:
-    """A step whose sequences have *context* tokens before it, in blocks 0 and up, and whose own K and V go nowhere.
+    """A step whose sequences have *context* tokens before it, all in block 0, and whose own K and V go nowhere.
 
     *num_drafts* rows of logits beside one a sequence, as far as there are tokens.
     """
@@ -151,6 +153,6 @@ def _idle_step(query_lens: list[int], context: int, block_size: int, num_drafts:
         slot_mapping=np.full(total, -1, np.int32),
         cu_query_lens=cu_query_lens,
         kv_lens=context + lens,
-        block_table=np.tile(np.arange(longest, dtype=np.int32), (len(lens), 1)),
+        block_table=np.zeros((len(lens), longest), np.int32),
         logits_indices=np.concatenate([cu_query_lens[1:] - 1, np.arange(min(num_drafts, total))]).astype(np.int64),
     )
