@@ -46,6 +46,7 @@ class PoolGrowth:
         self._policy = policy
         self._asked = min(policy.growth, num_blocks)
         """Blocks that have memory or are going to have it: the first ones."""
+        self._closing = False
         self._ranges: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-pool-growth", daemon=True)
         self._thread.start()
@@ -58,11 +59,11 @@ class PoolGrowth:
 
     def close(self) -> None:
         """Waits for what is being provided; what was only asked for is dropped."""
-        self._num_blocks = 0
+        self._closing = True
         self._ranges.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (blocks := self._ranges.get()) is not None:
-            if self._num_blocks and not self._provide(*blocks):
+        while (blocks := self._ranges.get()) is not None and not self._closing:
+            if not self._provide(*blocks):
                 _log.warning("no memory ahead of use for KV blocks %d to %d: steps get it as they go", *blocks)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import time
 import weakref
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from castline.plugins.contract import AttentionAttributes, StepTensors
 from castline.plugins.cpu.node_model import block_bytes
 from castline.plugins.cpu.operator_profile import Role
 from castline.plugins.cpu.session import CpuSession, SessionOptions
+from castline.plugins.cpu.step_binding import _number_slots
 from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
 
 VOCAB, WIDTH, BLOCKS, MAX_POSITION = 40, 24, 6, 128
@@ -241,6 +243,27 @@ def test_pool_is_aligned_zeroed_and_in_place(session) -> None:
     session.step(FIRST)
     assert [bool(session.pool[b, 0].any()) for b in range(BLOCKS)] == [True, True, False, False, True, False]
     assert (session.pool[:, 1].any(axis=1) == session.pool[:, 0].any(axis=1)).all()
+
+
+def test_blocks_without_memory_are_slower_and_right(engine, graph, pools) -> None:
+    """A step may be ahead of what was provided: the pages that it faults in must be those of its own blocks."""
+    size = block_bytes(engine.attributes)
+    with CpuSession(graph, num_blocks=BLOCKS, block_size=16, block_bytes=size, num_provided=0) as session:
+        for step in (FIRST, SECOND):
+            np.testing.assert_allclose(session.step(step), engine.logits(step, pools), rtol=0, atol=1e-4)
+            assert session.provide(0, 3) is (sys.platform == "linux")
+    assert not session.provide(0, 3)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_slots_are_numbered_over_layers(dtype) -> None:
+    """The slot of a layer's block as the kernels compute it: another block's, or a write for a token that has none."""
+    slots = np.array([-1, 0, 15, 16, 37, -1, 95], dtype)
+    wanted = [-1 if s < 0 else s // 16 * 3 * 16 + s % 16 for s in slots.tolist()]
+    out = np.full_like(slots, 99)
+    _number_slots(slots, 16, 3, out)
+    assert out.tolist() == wanted
+    assert slots.tolist() == [-1, 0, 15, 16, 37, -1, 95]
 
 
 def test_wrong_graphs_are_refused(engine, graph, tmp_path) -> None:

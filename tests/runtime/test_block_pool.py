@@ -78,3 +78,22 @@ def test_check_finds_a_leak_a_missing_reference_and_an_unknown_holder(tables):
     pool.check([[0]])
     with pytest.raises(AssertionError, match="refcount"):
         pool.check(tables)
+
+
+def test_first_uses_are_told_in_order():
+    """Memory follows first uses: one out of order, told twice or not at all leaves steps to fault; a never-used block
+    taken while a used blank one is left makes more of the pool resident than is needed."""
+    pool, first = BlockPool(4), []
+    pool.on_first_use = first.append
+    a, b = pool.allocate(), pool.allocate()
+    pool.release(a)
+    assert pool.allocate() == a
+    pool.set_cached(b)
+    pool.release(b)
+    rest = [pool.allocate(), pool.allocate()]
+    assert first == [a, b, *rest] == [0, 1, 2, 3]
+    assert pool.allocate() == b  # evicted only now
+    pool.release_table([a, b, *rest])
+    for _ in range(4):
+        pool.allocate()
+    assert (first, pool.num_opened) == ([0, 1, 2, 3], 4)

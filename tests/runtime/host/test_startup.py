@@ -12,7 +12,11 @@ from castline.engines.capacity import blocks_for
 from castline.engines.errors import EngineError
 from castline.engines.manifest import read_manifest, write_manifest
 from castline.plugins.contract import StepTensors
+from castline.plugins.cpu.session import CpuSession
 from castline.runtime.client import EffectiveLimits
+from castline.runtime.loader import LoadOptions, plan_engine
+from castline.runtime.request import Request
+from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.startup import load_core, time_decodes, warm_up
 
 
@@ -81,6 +85,23 @@ def test_decodes_are_timed_within_the_limits(max_num_seqs: int, sizes: list[int]
     assert min(seconds.values()) > 0
     assert [len(step.kv_lens) for step in recorder.steps] == [size for size in sizes for _ in range(2)]
     assert all((step.slot_mapping == -1).all() for step in recorder.steps)
+
+
+def test_the_pool_gets_its_memory_ahead_of_use(tiny_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that is taken whole at the start, or one whose pages every step has to fetch itself."""
+    monkeypatch.setattr("castline.runtime.pool_growth.GROWTH_BYTES", 1)
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(CpuSession, "provide", lambda _, begin, end: ranges.append((begin, end)) is None)
+    plan = plan_engine(tiny_repository, LoadOptions(kv_blocks=64, max_num_batched_tokens=16, max_num_seqs=8))
+    growth = 2 * blocks_for(16, plan.limits.block_size)
+    core, executor = load_core(plan.bundle, plan.limits, plan.num_threads)
+    assert ranges == [(0, growth)]
+    core.add_request(Request("r", tuple(range(3, 3 + growth * plan.limits.block_size)), SamplingParams(max_tokens=1)))
+    while core.has_work:
+        core.step()
+    core.close()
+    executor.close()
+    assert ranges[1] == (growth, 2 * growth)
 
 
 def test_an_engine_for_a_gpu_wants_a_driver(
