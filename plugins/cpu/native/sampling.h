@@ -20,6 +20,14 @@ struct Choice {
   double top_p, min_p, uniform;
 };
 
+// Of some tokens.
+struct Sum {
+  double weight;
+  int count;
+};
+
+inline Sum operator+(Sum a, Sum b) { return {a.weight + b.weight, a.count + b.count}; }
+
 // The kernels of one instruction set.
 struct SamplingKernels {
   Isa isa;
@@ -31,8 +39,8 @@ struct SamplingKernels {
   // exp((x - peak) * inverse_temperature) of each token, and its sum over each block; returns the sum of all.
   double (*block_weights)(const float* row, int vocab, float peak, float inverse_temperature, double* blocks,
                           float* tokens);
-  // The weight of the tokens whose logit is at least *bound*, which is finite. It never grows with the bound, to the bit.
-  double (*weight_from)(const float* logits, const float* weights, int count, float bound);
+  // Of the tokens whose logit is at least *bound*, which is finite. It never grows with the bound, to the bit.
+  Sum (*sum_from)(const float* logits, const float* weights, int count, float bound);
   // Writes the ids first .. last of *row*'s logits low <= x < high to *ids*, ascending; returns how many. May write up to
   // kCollectSlack ids more.
   int (*collect)(const float* row, int first, int last, float low, float high, int32_t* ids);

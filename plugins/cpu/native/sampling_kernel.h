@@ -90,25 +90,27 @@ double block_weights(const float* row, int vocab, float peak, float inverse_temp
   return total;
 }
 
-double weight_from(const float* logits, const float* weights, int count, float bound) {
+Sum sum_from(const float* logits, const float* weights, int count, float bound) {
   constexpr int kChains = 4;                    // sums that do not wait for each other
   constexpr int kPart = 64 * kChains * kLanes;  // summed in float
-  const Vec zero = broadcast(0.0f);
-  double total = 0;
+  const Vec zero = broadcast(0.0f), one = broadcast(1.0f);
+  Sum total{0, 0};
   int i = 0;
   while (i + kChains * kLanes <= count) {
-    Vec sum[kChains] = {zero, zero, zero, zero};
+    Vec weight[kChains] = {zero, zero, zero, zero}, number = zero;
     const int end = i + kPart < count ? i + kPart : count;
     for (; i + kChains * kLanes <= end; i += kChains * kLanes) {
       for (int chain = 0; chain < kChains; ++chain) {
         const int at = i + chain * kLanes;
         const Vec negative = sub(zero, load(logits + at));
-        sum[chain] = add(sum[chain], keep_above(zero, negative, -bound, load(weights + at)));
+        weight[chain] = add(weight[chain], keep_above(zero, negative, -bound, load(weights + at)));
+        number = add(number, keep_above(zero, negative, -bound, one));
       }
     }
-    total += reduce_add(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
+    total.weight += reduce_add(add(add(weight[0], weight[1]), add(weight[2], weight[3])));
+    total.count += static_cast<int>(reduce_add(number));
   }
-  for (; i < count; ++i) total += logits[i] >= bound ? weights[i] : 0.0f;
+  for (; i < count; ++i) total = total + Sum{logits[i] >= bound ? weights[i] : 0.0f, logits[i] >= bound};
   return total;
 }
 

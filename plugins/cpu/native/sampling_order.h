@@ -40,27 +40,30 @@ class LikelihoodOrder {
   Place reaching(double line);
 
  private:
-  // Logits low <= x < high hold the token: what lies above them weighs *above*, less than the line.
+  // Logits low <= x < high hold the token: what lies *above* them weighs less than the line.
   struct Range {
     float low, high;
-    double above;
+    Sum above, from_low;
+
+    int count() const { return from_low.count - above.count; }
+    void narrow(double line, float bound, Sum from);
   };
   struct Tokens {
     const float *logits, *weights;
     int count;
   };
 
-  double weight_from(const Tokens& tokens, float bound) const;
+  Sum sum_from(const Tokens& tokens, float bound) const;
   void sample();
-  float guess(double line) const;
-  bool split(const Tokens& tokens, double line, float bound, double above, Range* range) const;
   Range first_range(double line) const;
+  float guess(double line, Range range) const;
   void gather(const Tokens& tokens, const Range& range);
 
   const SamplingKernels* kernels_ = nullptr;
-  Tokens all_{}, band_{};
+  Tokens all_{}, sampled_{}, band_{};
   float peak_ = 0, lowest_ = 0;
-  double total_ = 0, sample_share_ = 0;
+  Sum total_{};
+  double share_ = 0;  // of the sample in the weight of all
   std::vector<float> sampled_logits_, sampled_weights_;
   std::vector<float> logits_, weights_;  // of band_
   std::vector<int32_t> ids_, places_;
