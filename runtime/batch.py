@@ -1,5 +1,6 @@
 """A plan as the arrays of the step contract, and whose logits the rows are. T tokens, B sequences, R rows of logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -57,7 +58,7 @@ def _pack_decodes(parts: tuple[ScheduledSequence, ...], block_size: int) -> Step
         slot_mapping=np.array(slots, np.int32),
         cu_query_lens=np.arange(count + 1, dtype=np.int32),
         kv_lens=np.array([start + 1 for start in starts], np.int32),
-        block_table=_block_table(parts),
+        block_table=block_table([part.block_ids for part in parts]),
         logits_indices=np.arange(count),
     )
     return StepBatch(tensors, tuple([part.seq_id for part in parts]), (), ())
@@ -74,8 +75,8 @@ def pack(plan: StepPlan, block_size: int) -> StepBatch:
     total = int(cu_query_lens[-1])
     owner = np.repeat(np.arange(count, dtype=np.int32), lens)
     positions = np.arange(total, dtype=np.int64) + (starts - cu_query_lens[:-1])[owner]
-    block_table = _block_table(parts)
-    slots = block_table[owner, positions // block_size] * block_size + positions % block_size
+    table = block_table([part.block_ids for part in parts])
+    slots = table[owner, positions // block_size] * block_size + positions % block_size
     logits_indices, draft_rows, prompt_rows = _logits_rows(parts, cu_query_lens.tolist())
     tensors = StepTensors(
         input_ids=np.fromiter(chain.from_iterable(part.token_ids for part in parts), np.int64, total),
@@ -83,7 +84,7 @@ def pack(plan: StepPlan, block_size: int) -> StepBatch:
         slot_mapping=slots.astype(np.int32),
         cu_query_lens=cu_query_lens,
         kv_lens=starts + lens,
-        block_table=block_table,
+        block_table=table,
         logits_indices=np.array(logits_indices, np.int64),
     )
     return StepBatch(
@@ -94,15 +95,14 @@ def pack(plan: StepPlan, block_size: int) -> StepBatch:
     )
 
 
-def _block_table(parts: tuple[ScheduledSequence, ...]) -> NDArray[np.int32]:
+def block_table(tables: Sequence[tuple[int, ...]]) -> NDArray[np.int32]:
     """[B, M]; rows are filled up with block 0, which is never read there."""
-    tables = [part.block_ids for part in parts]
     lens = [len(table) for table in tables]
     width = max(lens)
     blocks = np.fromiter(chain.from_iterable(tables), np.int32, sum(lens))
     if min(lens) == width:
-        return blocks.reshape(len(parts), width)
-    table = np.zeros((len(parts), width), np.int32)
+        return blocks.reshape(len(tables), width)
+    table = np.zeros((len(tables), width), np.int32)
     table[np.arange(width) < np.array(lens)[:, None]] = blocks
     return table
 

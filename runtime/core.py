@@ -183,8 +183,13 @@ class EngineCore:
             kept.extend(logprobs[len(kept) - rows.start - 1 :])
 
     def _commit(self, plan: StepPlan, samples: StepSamples) -> None:
+        events, logprobs = self._events, samples.logprobs
         for part in self.scheduler.commit(plan, samples.token_ids):
-            self._report(part.seq, part.token_ids, samples.logprobs.get(part.seq.seq_id, []), part.finish)
+            seq = part.seq
+            if seq.started and part.finish is None and not logprobs:  # most events there are
+                events.append(SequenceEvent(seq.group.request.request_id, seq.index, part.token_ids))
+            else:
+                self._report(seq, part.token_ids, logprobs.get(seq.seq_id, []), part.finish)
 
     def _end_broken(self, seq: Sequence, samples: StepSamples, finish: Finish) -> None:
         """Ends a sequence that can have no further token, with those that right guesses had given it before."""
@@ -238,9 +243,6 @@ class EngineCore:
     ) -> None:
         """Queues the event, and forgets a sequence that has ended. *logprobs*, where asked for, cover *token_ids*."""
         group, request_id = seq.group, seq.group.request.request_id
-        if finish is None and seq.started and not logprobs:  # most events there are
-            self._events.append(SequenceEvent(request_id, seq.index, token_ids))
-            return
         wanted = group.request.params.logprobs is not None
         entries = tuple(logprobs[: len(token_ids)]) if wanted else None
         first: dict[str, Any] = {}

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from castline.plugins.contract import StepTensors
-from castline.runtime.batch import build_batch
 from castline.runtime.executor import Executor
+from castline.runtime.packer import StepPacker
 from castline.runtime.plan import StepPlan
 from castline.runtime.speculation import Speculation
 from castline.runtime.step_profile import Phase, StepMarks
@@ -32,7 +32,7 @@ class HostRunner:
         """*speculation*, where there is one, hears what steps cost."""
         self._executor = executor
         self._sampler = sampler
-        self._block_size = block_size
+        self._packer = StepPacker(block_size)
         self._marks = marks
         self._clock = clock
         self._speculation = speculation
@@ -43,7 +43,7 @@ class HostRunner:
     def drop(self) -> None: ...
 
     def run(self, plan: StepPlan, *, go_ahead: bool) -> StepResult:
-        batch = build_batch(plan, self._block_size)
+        batch = self._packer.pack(plan)
         self._marks.mark(Phase.BATCH)
         if plan.block_copies:
             self._executor.copy_blocks(plan.block_copies)

@@ -59,7 +59,7 @@ class KvManager:
     def attach(self, seq: Sequence, found: list[CachedBlock]) -> None:
         """Starts *seq*, which holds nothing, from cached blocks, and announces the prompt blocks it will compute."""
         assert not seq.block_ids, "a waiting sequence holds no blocks"
-        seq.block_ids = self.pool.fork([block.block_id for block in found])
+        seq.block_ids = tuple(self.pool.fork([block.block_id for block in found]))
         seq.cached_blocks = list(found)
         seq.num_computed = len(found) * self.block_size
         self._announce(seq)
@@ -67,7 +67,7 @@ class KvManager:
     def fork(self, source: Sequence, seq: Sequence, num_tokens: int) -> None:
         """Starts *seq*, which holds nothing, from the blocks of the first *num_tokens*, equal in both sequences."""
         assert not seq.block_ids, "a waiting sequence holds no blocks"
-        seq.block_ids = self.pool.fork(source.block_ids[: blocks_for(num_tokens, self.block_size)])
+        seq.block_ids = tuple(self.pool.fork(source.block_ids[: blocks_for(num_tokens, self.block_size)]))
         seq.cached_blocks = source.cached_blocks[: num_tokens // self.block_size]
         seq.prefix_keys = source.prefix_keys[: num_tokens // self.block_size]
         seq.cacheable = source.cacheable
@@ -95,7 +95,7 @@ class KvManager:
         if self._must_copy(seq):
             index = seq.num_computed // self.block_size
             copy = BlockCopy(seq, index, seq.block_ids[index], self.pool.allocate())
-            seq.block_ids[index] = copy.destination
+            _put(seq, index, copy.destination)
             self._copies.append(copy)
         self._grow(seq, seq.num_computed + count)
 
@@ -111,8 +111,9 @@ class KvManager:
         return count
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
-        for _ in range(blocks_for(num_tokens, self.block_size) - len(seq.block_ids)):
-            seq.block_ids.append(self.pool.allocate())
+        missing = blocks_for(num_tokens, self.block_size) - len(seq.block_ids)
+        if missing > 0:
+            seq.block_ids += tuple([self.pool.allocate() for _ in range(missing)])
 
     def _must_copy(self, seq: Sequence) -> bool:
         """The next token goes into a block that others hold or can find. Only the first block written can be such."""
@@ -132,7 +133,7 @@ class KvManager:
 
     def undo_copies(self) -> None:
         for copy in self._copies:
-            copy.seq.block_ids[copy.index] = copy.source
+            _put(copy.seq, copy.index, copy.source)
             self.pool.release(copy.destination)
         self._copies.clear()
 
@@ -140,7 +141,7 @@ class KvManager:
         """Gives back the blocks past the computed tokens."""
         kept = blocks_for(seq.num_computed, self.block_size)
         self.pool.release_table(seq.block_ids[kept:])
-        del seq.block_ids[kept:]
+        seq.block_ids = seq.block_ids[:kept]
 
     def publish(self, seq: Sequence) -> None:
         """Makes the newly computed full blocks findable; one that was cached meanwhile is shared instead."""
@@ -167,7 +168,7 @@ class KvManager:
         """*seq* stops running: its blocks are free, and findable as far as published."""
         self._withdraw(seq)
         self.pool.release_table(seq.block_ids)
-        seq.block_ids = []
+        seq.block_ids = ()
         seq.cached_blocks = []
         seq.num_computed = 0
 
@@ -184,7 +185,7 @@ class KvManager:
         if own != block:
             self.pool.share(block)
             self.pool.release(own)
-            seq.block_ids[index] = block
+            _put(seq, index, block)
 
     def _announce(self, seq: Sequence) -> None:
         if not seq.cacheable:
@@ -199,3 +200,7 @@ class KvManager:
         for key in seq.prefix_keys[len(seq.cached_blocks) : full]:
             if self._computing.get(key) is seq:
                 del self._computing[key]
+
+
+def _put(seq: Sequence, index: int, block: int) -> None:
+    seq.block_ids = (*seq.block_ids[:index], block, *seq.block_ids[index + 1 :])

@@ -66,7 +66,7 @@ def _may_admit(
 def _decode(seq: Sequence, computed: int, kv: KvManager) -> ScheduledSequence:
     if _is_full(seq, computed, kv):
         kv.reserve_more(seq, computed - seq.num_computed, 1)
-    return ScheduledSequence(seq.seq_id, (UNKNOWN_TOKEN,), computed, tuple(seq.block_ids), samples=True)
+    return ScheduledSequence(seq.seq_id, (UNKNOWN_TOKEN,), computed, seq.block_ids, samples=True)
 
 
 def _is_full(seq: Sequence, computed: int, kv: KvManager) -> bool:

@@ -1,4 +1,4 @@
-"""The plan of one step: plain data from the scheduler to the batch builder, sharing nothing with the scheduler."""
+"""The plan of one step: plain data from the scheduler to the batch builder, none of which ever changes."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):  # made by the hundred in 
     start: int
     """Tokens of the sequence computed before this step."""
     block_ids: tuple[int, ...]
-    """Block table: enough for start + len(token_ids) tokens."""
+    """Block table: enough for start + len(token_ids) tokens. The same object as long as a sequence's stays the same."""
     samples: bool
     """The step reaches the sequence's last token, so a next token is to be sampled from its last row."""
     all_logits: bool = False

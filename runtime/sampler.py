@@ -60,6 +60,9 @@ class _Batch:
         self.choices["top_k"] = [max(p.top_k, 0) for p in params]
         self.choices["top_p"] = [p.top_p for p in params]
         self.choices["min_p"] = [p.min_p for p in params]
+        self.no_logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
+        self.logits: Logits | None = None
+        """The last step's array."""
         self._uniforms = self.choices["uniform"]
         drawn_rows = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
         self._drawn_rows = slice(None) if len(drawn_rows) == len(sequences) else drawn_rows
@@ -120,8 +123,10 @@ class Sampler:
 
         Raises BrokenLogits, having recorded nothing, if any row has no token to choose.
         """
-        assert logits.shape == (len(seq_keys), self._vocab_size), (logits.shape, len(seq_keys), self._vocab_size)
         batch = self._batch_of(tuple(seq_keys))
+        if logits is not batch.logits:  # most steps write the logits of a batch where they wrote the last
+            assert logits.shape == (len(seq_keys), self._vocab_size), (logits.shape, len(seq_keys), self._vocab_size)
+            batch.logits = logits
         if batch.edited:
             logits = logits if logits.flags.writeable else logits.copy()
             with _edited(logits, batch):
@@ -193,11 +198,12 @@ def _broken(logits: Logits, tokens: NDArray[np.int64], seq_keys: Sequence[int]) 
 
 def _logprobs(logits: Logits, tokens: NDArray[np.int64], batch: _Batch) -> list[TokenLogprobs | None]:
     """Of the raw logits, for the rows that asked."""
-    result: list[TokenLogprobs | None] = [None] * len(tokens)
     wanted = batch.logprob_rows
-    if wanted:
-        num_top = [batch.sequences[row].params.logprobs or 0 for row in wanted]
-        entries = token_logprobs(take_rows(logits, wanted), tokens[wanted].tolist(), num_top)
-        for row, entry in zip(wanted, entries, strict=True):
-            result[row] = entry
+    if not wanted:
+        return batch.no_logprobs
+    result = batch.no_logprobs.copy()
+    num_top = [batch.sequences[row].params.logprobs or 0 for row in wanted]
+    entries = token_logprobs(take_rows(logits, wanted), tokens[wanted].tolist(), num_top)
+    for row, entry in zip(wanted, entries, strict=True):
+        result[row] = entry
     return result

@@ -143,17 +143,18 @@ class Scheduler:
         """
         self.kv.commit_copies()
         self.counters.steps += 1
-        progress = []
+        progress, num_generated, block_size = [], 0, self.kv.block_size
         for part in plan.scheduled:
             seq = self._sequences.get(part.seq_id)
             if seq is None:  # removed since
                 continue
             num_tokens = len(seq.token_ids)
             token_ids, finish = seq.append(sampled.get(part.seq_id, ()))
-            self.counters.generation_tokens += len(token_ids)
+            num_generated += len(token_ids)
             known = max(num_tokens, len(seq.token_ids) - 1)
             seq.num_computed = min(part.start + len(part.token_ids), known)
-            self.kv.publish(seq)
+            if seq.num_computed // block_size > len(seq.cached_blocks):
+                self.kv.publish(seq)
             if not seq.group.prompt_computed and seq.num_computed >= seq.num_prompt:
                 self._prompt_computed(seq.group)
             if finish is None and not part.samples and seq.num_computed >= seq.max_len:
@@ -164,6 +165,7 @@ class Scheduler:
                 self.remove(seq)
             if token_ids or finish is not None:
                 progress.append(Progress(seq, token_ids, finish))
+        self.counters.generation_tokens += num_generated
         return progress
 
     def rollback(self, plan: StepPlan) -> None:
@@ -255,9 +257,9 @@ class Scheduler:
                 return 0
         end = start + count
         samples = end == num_tokens and num_tokens < seq.max_len
-        tokens, blocks = tuple(seq.token_ids[start:end]), tuple(seq.block_ids)
+        tokens = (seq.token_ids[start],) if count == 1 else tuple(seq.token_ids[start:end])
         all_logits = seq.group.wants_prompt_logprobs
-        self._plan.append(ScheduledSequence(seq.seq_id, tokens, start, blocks, samples, all_logits))
+        self._plan.append(ScheduledSequence(seq.seq_id, tokens, start, seq.block_ids, samples, all_logits))
         self._budget -= count
         return count
 

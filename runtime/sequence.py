@@ -62,7 +62,8 @@ class Sequence:
     lane: Lane = Lane.SHORT
     running: bool = False
     num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: tuple[int, ...] = ()
+    """Replaced, never changed, so that plans share it: a step costs nothing for each block."""
     prefix_keys: list[int] = field(default_factory=list)
     """Hash of each full block of token_ids, as far as computed."""
     cached_blocks: list[CachedBlock] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Sequence:
     def append(self, sampled: Iterable[int]) -> tuple[tuple[int, ...], Finish | None]:
         """Appends tokens up to the one that ends the sequence. Returns those appended."""
         token_ids, stop_token_ids = self.token_ids, self.group.stop_token_ids
-        taken = []
+        taken: list[int] = []
         for token in sampled:
             taken.append(token)
             token_ids.append(token)

@@ -104,8 +104,8 @@ class Speculation:
             # The step samples one token besides the guesses, and the last token of a sequence is never computed.
             drafts = self.propose(seq, min(budget, seq.max_len - seq.num_tokens - 1))
             if drafts and (drafts := drafts[: kv.reserve_more(seq, 1, len(drafts))]):
-                tokens, blocks = part.token_ids + drafts, tuple(seq.block_ids)
-                plan[place] = structs.replace(part, token_ids=tokens, block_ids=blocks, num_drafts=len(drafts))
+                tokens = part.token_ids + drafts
+                plan[place] = structs.replace(part, token_ids=tokens, block_ids=seq.block_ids, num_drafts=len(drafts))
                 budget -= len(drafts)
                 if budget == 0:
                     return

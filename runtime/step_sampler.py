@@ -58,6 +58,8 @@ def sample_step(sampler: Sampler, batch: StepBatch, all_rows: Rows) -> StepSampl
     samples = StepSamples()
     seq_ids = batch.sample_seq_ids
     sample_rows(sampler, samples, all_rows.first(len(seq_ids)), seq_ids)
+    if not batch.draft_rows:
+        return samples
     depth = 0
     while guesses := [guess for guess in batch.draft_rows if _is_right(guess, samples, depth)]:
         rows = [guess.first_row + depth for guess in guesses]
@@ -99,6 +101,9 @@ def sample_rows(sampler: Sampler, samples: StepSamples, rows: Rows, seq_ids: Seq
 
 
 def _keep(samples: StepSamples, result: SampleResult, seq_ids: Sequence[int]) -> None:
+    if not samples.token_ids and result.logprobs.count(None) == len(seq_ids):  # most steps
+        samples.token_ids = dict(zip(seq_ids, [[token] for token in result.token_ids.tolist()], strict=True))
+        return
     for seq_id, token, logprobs in zip(seq_ids, result.token_ids.tolist(), result.logprobs, strict=True):
         if seq_id in samples.token_ids:
             samples.token_ids[seq_id].append(token)

@@ -1,7 +1,8 @@
 """Tokens from logits by the native library: castline.runtime.draw's mathematics, without its passes over memory."""
 
 import ctypes
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -29,49 +30,51 @@ min_p 0 truncate nothing; uniform, in [0, 1), chooses. The pair of struct Choice
 
 
 class RowDraws:
-    """`draw_rows` for arrays that are the same from call to call, as a running batch's are. Not thread-safe."""
+    """`draw_rows` for arrays that are the same from call to call, as a running batch's are. Not thread-safe.
+
+    Their addresses are kept: NumPy takes longer to tell them than a greedy choice takes.
+    """
 
     def __init__(self) -> None:
-        self._logits = _Pinned(np.dtype(np.float32))
-        self._maxima = _Pinned(np.dtype(np.float32))
-        self._choices = _Pinned(CHOICE)
+        self._given: tuple[NDArray[Any] | None, ...] = (None, None, None)
+        self._read: tuple[NDArray[Any] | None, ...] = ()
+        """The same, or a copy of a strided one: held while their addresses are."""
         self._tokens = np.empty(0, np.int64)
-        self._to_tokens = 0
+        self._draw: Callable[[], int] | None = None
 
     def __call__(
         self, logits: NDArray[np.float32], choices: NDArray[Any], maxima: NDArray[np.float32] | None = None
     ) -> NDArray[np.int64]:
         """See `draw_rows`."""
-        count, vocab = len(choices), logits.shape[1]
-        at_logits, at_choices, at_maxima = self._logits.address(logits), self._choices.address(choices), None
-        if maxima is not None:
-            assert maxima.shape == (len(logits), -(-vocab // MAXIMA_BLOCK)), maxima.shape
-            at_maxima = self._maxima.address(maxima)
-        if count != len(self._tokens):
-            self._tokens = np.empty(count, np.int64)
-            self._to_tokens = self._tokens.ctypes.data
-        if _native()(at_logits, at_maxima, vocab, count, at_choices, self._to_tokens):
+        given = self._given
+        if self._draw is None or logits is not given[0] or choices is not given[1] or maxima is not given[2]:
+            self._draw = self._prepare(logits, choices, maxima)
+        if self._draw():
             raise EngineError("CASTLINE_ISA names kernels this host lacks")
         return self._tokens.copy()
 
+    def _prepare(
+        self, logits: NDArray[np.float32], choices: NDArray[Any], maxima: NDArray[np.float32] | None
+    ) -> Callable[[], int]:
+        vocab = logits.shape[1]
+        assert (logits.dtype, choices.dtype) == (np.float32, CHOICE), (logits.dtype, choices.dtype)
+        if maxima is not None:
+            assert maxima.dtype == np.float32, maxima.dtype
+            assert maxima.shape == (len(logits), -(-vocab // MAXIMA_BLOCK)), maxima.shape
+        self._read = tuple(None if array is None else np.ascontiguousarray(array) for array in (logits, choices, maxima))
+        same = all(array is None or array.flags.c_contiguous for array in (logits, choices, maxima))
+        self._given = (logits, choices, maxima) if same else (None, None, None)  # a copy is made each time
+        if len(self._tokens) != len(choices):
+            self._tokens = np.empty(len(choices), np.int64)
+        at_logits, at_choices, at_maxima = (_address(array) for array in self._read)
+        count = ctypes.c_int64(len(choices))
+        return partial(
+            _native(), at_logits, at_maxima, ctypes.c_int64(vocab), count, at_choices, _address(self._tokens)
+        )
 
-class _Pinned:
-    """The last array and its address, which takes NumPy longer to tell than a greedy choice takes."""
 
-    __slots__ = ("_address", "_array", "_dtype")
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._address = 0
-        self._array: NDArray[Any] | None = None
-
-    def address(self, array: NDArray[Any]) -> int:
-        """Of the elements in C order: a strided array, which is never the one that is kept, is copied each time."""
-        if array is not self._array:
-            assert array.dtype == self._dtype, array.dtype
-            self._array = np.ascontiguousarray(array)
-            self._address = self._array.ctypes.data
-        return self._address
+def _address(array: NDArray[Any] | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if array is None else array.ctypes.data)
 
 
 def draw_rows(

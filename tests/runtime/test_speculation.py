@@ -33,12 +33,12 @@ class Text:
         seq.num_computed = len(tokens) - 1
         self.kv.reserve(seq, 1)
         for _ in range(-(-len(tokens) // self.limits.block_size) - len(seq.block_ids)):
-            seq.block_ids.append(self.kv.pool.allocate())
+            seq.block_ids += (self.kv.pool.allocate(),)
         return seq
 
     def plan(self, budget: int | None = None) -> list[ScheduledSequence]:
         plan = [
-            ScheduledSequence(number, (seq.token_ids[-1],), seq.num_computed, tuple(seq.block_ids), samples=True)
+            ScheduledSequence(number, (seq.token_ids[-1],), seq.num_computed, seq.block_ids, samples=True)
             for number, seq in self.sequences.items()
         ]
         room = self.limits.max_num_batched_tokens - len(plan) if budget is None else budget

@@ -1,7 +1,8 @@
 // One token from each row of logits: castline.runtime.draw's mathematics, a row at a time, in passes that stay in cache.
 //
-// Nothing is sorted but the head that a truncation keeps. Its bound comes from the blocks' maxima: where k blocks reach
-// a value, at least k tokens do. The k-th value itself is not looked for: a histogram gives one a little below.
+// Nothing is sorted but a short head. Its bound comes from the blocks' maxima: where k blocks reach a value, at least k
+// tokens do. The k-th value itself is not looked for: a histogram gives one a little below. Where top-p or min-p keep
+// more than a short head, the token is found without the order of the others (sampling_order.h).
 #include "sampling.h"
 
 #include <float.h>
@@ -12,6 +13,8 @@
 #include <functional>
 #include <string>
 #include <vector>
+
+#include "sampling_order.h"
 
 namespace castline {
 
@@ -40,17 +43,6 @@ constexpr int kLevels = 512;
 constexpr float kWidestRange = 1000.0f;
 constexpr float kNarrowestRange = 1e-30f;  // the levels of a smaller one would be too many for a float
 
-// Orders as (logit descending, id ascending) when sorted from the largest: the logit's bits made monotonic, then the id.
-uint64_t sort_key(float logit, int32_t id) {
-  const float x = logit + 0.0f;  // -0 becomes 0, its equal
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  bits = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
-  return static_cast<uint64_t>(bits) << 32 | (0x7fffffffu - static_cast<uint32_t>(id));
-}
-
-int32_t id_of(uint64_t key) { return static_cast<int32_t>(0x7fffffffu - static_cast<uint32_t>(key)); }
-
 // Cuts the range of some values below a peak into levels of equal depth, the highest first. What lies deep below (a
 // forbidden token is at -infinity) shares the last one.
 class Levels {
@@ -63,9 +55,6 @@ class Levels {
   }
 
   int of(float value) const { return static_cast<int>(std::min((peak_ - value) * scale_, kLevels - 1.0f)); }
-
-  // Where a level begins, below the peak. The last level has no end.
-  double depth(int level) const { return level < kLevels ? level / scale_ : INFINITY; }
 
  private:
   float peak_, range_, scale_;
@@ -88,8 +77,11 @@ float bound_of(const float* values, int count, int64_t wanted, float peak) {
 
 class Drawer {
  public:
-  Drawer(const SamplingKernels* kernels, int vocab)
-      : kernels_(kernels), vocab_(vocab), blocks_((vocab + kTokenBlock - 1) / kTokenBlock) {}
+  void start(const SamplingKernels* kernels, int vocab) {
+    kernels_ = kernels;
+    vocab_ = vocab;
+    blocks_ = (vocab + kTokenBlock - 1) / kTokenBlock;
+  }
 
   int blocks() const { return blocks_; }
 
@@ -123,8 +115,9 @@ class Drawer {
 
   double weight_all(const Choice& choice) {
     weights_.resize(blocks_);
+    token_weights_.resize(vocab_);
     const auto inverse = static_cast<float>(1 / choice.temperature);
-    return kernels_->block_weights(row_, vocab_, peak_, inverse, weights_.data());
+    return kernels_->block_weights(row_, vocab_, peak_, inverse, weights_.data(), token_weights_.data());
   }
 
   int32_t draw_full(const Choice& choice) {
@@ -149,27 +142,21 @@ class Drawer {
       return pick(choice, choice.top_p * total);
     }
     const double line = choice.top_p < 1 ? choice.top_p * weight_all(choice) : INFINITY;
-    const auto complete = [&](int width) {
-      const double total = find_head(choice, std::min(width, vocab_));
-      return total >= line || head_weights_.back() < choice.min_p;
-    };
-    if (!complete(kFirstHead) && !complete(nucleus_size(choice, line))) complete(vocab_);
-    return pick(choice, line);
+    const int width = std::min(kFirstHead, vocab_);
+    if (line <= width || choice.min_p > 0) {  // no token weighs more than 1
+      const double total = find_head(choice, width);
+      if (total >= line || head_weights_.back() < choice.min_p || width == vocab_) return pick(choice, line);
+    }
+    if (choice.top_p >= 1) weight_all(choice);
+    return draw_wide(choice, line);
   }
 
-  // How many tokens weigh *line* or are down to min-p, or some more: what a level holds counts as its lightest.
-  int nucleus_size(const Choice& choice, double line) const {
-    int levels[kLevels] = {};
-    const Levels level(row_, vocab_, peak_);
-    for (int i = 0; i < vocab_; ++i) ++levels[level.of(row_[i])];
-    double weight = 0, total = 0;
-    int size = 0;
-    for (int i = 0; i < kLevels && (i == 0 || (total < line && weight >= choice.min_p)); ++i) {
-      weight = exp(-level.depth(i + 1) / choice.temperature);
-      total += levels[i] * weight;
-      size += levels[i];
-    }
-    return size;
+  // As pick, of all tokens.
+  int32_t draw_wide(const Choice& choice, double line) {
+    order_.start(kernels_, row_, token_weights_.data(), vocab_, peak_, choice);
+    const Place end = order_.reaching(line);
+    const Place drawn = order_.reaching(nextafter(choice.uniform * end.weight, INFINITY));
+    return id_of(std::max(drawn.key, end.key));  // rounding may lead past the end
   }
 
   // Of the head's tokens that top-p (those before them weigh less than *line*) and min-p keep, the one in which uniform
@@ -190,14 +177,14 @@ class Drawer {
 
   // The first *width* tokens, in order, into head_, and their weights; returns the sum of these.
   double find_head(const Choice& choice, int64_t width) {
-    ids_.resize(vocab_ + 1);
+    ids_.resize(vocab_ + kCollectSlack);
     const bool few = width * 2 <= blocks_;
     float bound = few ? bound_of(maxima_, blocks_, width, peak_) : bound_of(row_, vocab_, width, peak_);
     if (bound <= -FLT_MAX) bound = -INFINITY;  // the maxima show -infinity so
     int count = 0;
     for (int block = 0; block < blocks_; ++block) {
       if (maxima_[block] >= bound) {
-        count += kernels_->collect(row_, block * kTokenBlock, block_end(block), bound, ids_.data() + count);
+        count += kernels_->collect(row_, block * kTokenBlock, block_end(block), bound, INFINITY, ids_.data() + count);
       }
     }
     head_.resize(count);
@@ -213,14 +200,15 @@ class Drawer {
     return total;
   }
 
-  const SamplingKernels* kernels_;
-  int vocab_, blocks_;
+  const SamplingKernels* kernels_ = nullptr;
+  int vocab_ = 0, blocks_ = 0;
   const float *row_ = nullptr, *maxima_ = nullptr;
   float peak_ = 0;
-  std::vector<float> own_maxima_;
+  std::vector<float> own_maxima_, token_weights_;
   std::vector<double> weights_, head_weights_;
   std::vector<int32_t> ids_;
   std::vector<uint64_t> head_;
+  LikelihoodOrder order_;
 };
 
 }  // namespace
@@ -234,7 +222,8 @@ extern "C" __attribute__((visibility("default"))) int castline_draw(const float*
   using namespace castline;
   const SamplingKernels* kernels = select_sampling();
   if (kernels == nullptr) return 1;
-  Drawer drawer(kernels, static_cast<int>(vocab));
+  thread_local Drawer drawer;  // its scratch is as large as the rows
+  drawer.start(kernels, static_cast<int>(vocab));
   for (int64_t i = 0; i < count; ++i) {
     const int64_t row = choices[i].row;
     const float* of_row = maxima == nullptr ? nullptr : maxima + row * drawer.blocks();

@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "sampling.h"
+#include "sampling_collect.h"
 #include "simd.h"
 
 namespace castline::CASTLINE_ISA {
@@ -66,7 +67,7 @@ float peak(const float* maxima, int blocks) {
   return reduce_max(top) + reduce_add(unsound);
 }
 
-double block_weights(const float* row, int vocab, float peak, float inverse_temperature, double* weights) {
+double block_weights(const float* row, int vocab, float peak, float inverse_temperature, double* blocks, float* tokens) {
   const Vec minus_peak = broadcast(-peak), scale = broadcast(inverse_temperature * kLog2E);
   double total = 0;
   for (int first = 0, block = 0; first < vocab; first += kTokenBlock, ++block) {
@@ -74,20 +75,51 @@ double block_weights(const float* row, int vocab, float peak, float inverse_temp
     const int last = first + kTokenBlock < vocab ? first + kTokenBlock : vocab;
     int i = first;
     for (; i + kLanes <= last; i += kLanes) {
-      sum = add(sum, exp2(mul(add(load(row + i), minus_peak), scale)));
+      const Vec weight = exp2(mul(add(load(row + i), minus_peak), scale));
+      store(tokens + i, weight);
+      sum = add(sum, weight);
     }
-    if (i < last) sum = add(sum, exp2(mul(add(load_part(row + i, last - i), minus_peak), scale)));
-    weights[block] = reduce_add(sum);
-    total += weights[block];
+    if (i < last) {
+      const Vec weight = exp2(mul(add(load_part(row + i, last - i), minus_peak), scale));
+      store_first(tokens + i, last - i, weight);
+      sum = add(sum, weight);
+    }
+    blocks[block] = reduce_add(sum);
+    total += blocks[block];
   }
   return total;
 }
 
-int collect(const float* row, int first, int last, float bound, int32_t* ids) {
-  int count = 0;
-  for (int i = first; i < last; ++i) {
+Sum sum_from(const float* logits, const float* weights, int count, float bound) {
+  constexpr int kChains = 4;                    // sums that do not wait for each other
+  constexpr int kPart = 64 * kChains * kLanes;  // summed in float
+  const Vec zero = broadcast(0.0f), one = broadcast(1.0f);
+  Sum total{0, 0};
+  int i = 0;
+  while (i + kChains * kLanes <= count) {
+    Vec weight[kChains] = {zero, zero, zero, zero}, number = zero;
+    const int end = i + kPart < count ? i + kPart : count;
+    for (; i + kChains * kLanes <= end; i += kChains * kLanes) {
+      for (int chain = 0; chain < kChains; ++chain) {
+        const int at = i + chain * kLanes;
+        const Vec negative = sub(zero, load(logits + at));
+        weight[chain] = add(weight[chain], keep_above(zero, negative, -bound, load(weights + at)));
+        number = add(number, keep_above(zero, negative, -bound, one));
+      }
+    }
+    total.weight += reduce_add(add(add(weight[0], weight[1]), add(weight[2], weight[3])));
+    total.count += static_cast<int>(reduce_add(number));
+  }
+  for (; i < count; ++i) total = total + Sum{logits[i] >= bound ? weights[i] : 0.0f, logits[i] >= bound};
+  return total;
+}
+
+int collect(const float* row, int first, int last, float low, float high, int32_t* ids) {
+  int count = 0, i = first;
+  for (; i + kLanes <= last; i += kLanes) count += collect_lanes(load(row + i), low, high, i, ids + count);
+  for (; i < last; ++i) {
     ids[count] = i;
-    count += row[i] >= bound;  // no branch: what is not taken is overwritten
+    count += (row[i] >= low) & (row[i] < high);
   }
   return count;
 }

@@ -4,6 +4,6 @@
 
 namespace castline {
 extern const SamplingKernels kPortableSampling;
-const SamplingKernels kPortableSampling = {Isa::kPortable, portable::block_maxima, portable::peak, portable::block_weights,
-    portable::collect};
+const SamplingKernels kPortableSampling = {Isa::kPortable, portable::block_maxima, portable::peak,
+    portable::block_weights, portable::sum_from, portable::collect};
 }  // namespace castline

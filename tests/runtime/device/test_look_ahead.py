@@ -128,7 +128,7 @@ def test_a_pool_that_is_short_is_left_as_it_is(make_line):
     line.add("a", 4, max_tokens=5)
     line.add("b", 3, max_tokens=5)
     plan = line.decode_once()
-    blocks = [list(line.scheduler.get(seq_id).block_ids) for seq_id in range(2)]
+    blocks = [line.scheduler.get(seq_id).block_ids for seq_id in range(2)]
     assert line.scheduler.kv.pool.num_free == 0
     assert line.scheduler.look_ahead(plan) is None
     assert [line.scheduler.get(seq_id).block_ids for seq_id in range(2)] == blocks
