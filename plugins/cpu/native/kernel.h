@@ -86,11 +86,13 @@ void pack_row(const Attributes& a, int rows, const Scratch& s, int row, const fl
 }
 
 template <KvDtype T>
-void score_keys(const Attributes& a, int rows, const Scratch& s, const uint8_t* tile, float* scores) {
+void score_keys(const Attributes& a, int rows, const Scratch& s, const TileBlocks& tile, int b) {
+  const uint8_t* const keys = tile.block[b].k;
+  float* const scores = s.scores + b * a.block_size;
   const Queries queries = {s.q, rows, a.head_dim};
-  if (!decodes<T>(rows)) return score_block<T>(queries, tile, a.block_size, scores);
-  decode_block<T>(tile, a.head_dim, a.block_size, s.decoded);
-  score_block<kFp32>(queries, reinterpret_cast<const uint8_t*>(s.decoded), a.block_size, scores);
+  if (!decodes<T>(rows)) return score_block<T>(queries, keys, a.block_size, tile.ahead_of_k(b), scores);
+  decode_block<T>(keys, a.head_dim, a.block_size, s.decoded);
+  score_block<kFp32>(queries, reinterpret_cast<const uint8_t*>(s.decoded), a.block_size, 0, scores);
 }
 
 template <KvDtype T>
@@ -141,7 +143,8 @@ void attend_integer_tile(const Attributes& a, const TileBlocks& tile, const Rows
                          const Scratch& s) {
   const IntegerQueries queries = integer_queries(a, rows.count, s);
   for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
-    score_block(queries, tile.block[b].k, a.block_size, s.scores + b * a.block_size);
+    fetch_scales(tile, b);
+    score_block(queries, tile.block[b].k, a.block_size, tile.ahead_of_k(b), s.scores + b * a.block_size);
   }
   gather_scales(tile, 1.0f, s.scales);
   constexpr int kGroups = kPlaneWidth / kGroup;
@@ -170,7 +173,7 @@ void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, 
   if constexpr (kIntegerDot<T>) return attend_integer_tile(a, tile, rows, tile_start, s);
 #endif
   for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
-    score_keys<T>(a, rows.count, s, tile.block[b].k, s.scores + b * a.block_size);
+    score_keys<T>(a, rows.count, s, tile, b);
   }
   if (T == kInt8) gather_scales(tile, a.scale * kLog2E, s.scales);
   for (int r = 0; r < rows.count; ++r) {

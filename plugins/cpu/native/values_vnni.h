@@ -22,12 +22,14 @@ CASTLINE_LOOP void integer_value_tile(const TileBlocks& tile, int head_dim, int 
   const int n = tile.block_size;
   for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
     const uint8_t* values = tile.block[b].v + dim * 4;
+    const ptrdiff_t ahead = tile.ahead_of_v(b);
     const int last = tile.last_key < (b + 1) * n ? tile.last_key : (b + 1) * n;
     for (int key = b * n; key < last; key += 4, values += head_dim * 4) {
       const uint8_t* w = weights + key / kPlaneWidth * 2 * kPlaneWidth + key % kPlaneWidth;
       Int x[Vectors];
       #pragma GCC unroll 8
       for (int v = 0; v < Vectors; ++v) x[v] = load_words(values + v * kLanes * 4);
+      fetch_ahead<Vectors * 64>(values + ahead);
       #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r, w += kKeyTile * 4) {
         int32_t words[2];
