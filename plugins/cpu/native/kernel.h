@@ -30,10 +30,11 @@ struct Scratch {
   float* total;  // [rows] running denominator
   float* tile_total;
   float* q_extra;  // [rows][2]
+  float* units;    // [rows] of integer weights
 };
 
 size_t scratch_floats(const Attributes& a, int rows) {
-  return static_cast<size_t>(rows) * (3 * a.head_dim + kKeyTile + 6) + static_cast<size_t>(a.block_size) * a.head_dim +
+  return static_cast<size_t>(rows) * (3 * a.head_dim + kKeyTile + 7) + static_cast<size_t>(a.block_size) * a.head_dim +
          sizeof(KeyScales) / sizeof(float);
 }
 
@@ -50,7 +51,8 @@ Scratch scratch_views(const Attributes& a, int rows, float* base) {
   s.total = s.tile_max + rows;
   s.tile_total = s.total + rows;
   s.q_extra = s.tile_total + rows;
-  s.scales = reinterpret_cast<KeyScales*>(s.q_extra + 2 * rows);
+  s.units = s.q_extra + 2 * rows;
+  s.scales = reinterpret_cast<KeyScales*>(s.units + rows);
   return s;
 }
 
@@ -161,8 +163,9 @@ void attend_integer_tile(const Attributes& a, const TileBlocks& tile, const Rows
                                     first, last, s.q_extra[rows.count + r], a.softcap * kLog2E, read, place, write);
     s.tile_max[r] = x.max;
     s.tile_total[r] = x.total;
+    s.units[r] = x.unit;
   }
-  integer_values(tile, rows.count, a.head_dim, weights, s.tile_sum);
+  integer_values(tile, rows.count, a.head_dim, weights, s.units, s.tile_sum);
 }
 #endif
 
