@@ -53,6 +53,14 @@ TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item,
   for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
     tile.block[b] = head_block(a, s.pool, table[b], item.kv_head);
   }
+  const int last = (tile.last_key - 1) / a.block_size;
+  const int end = (rows.last_key < item.last_tile * kKeyTile ? rows.last_key : item.last_tile * kKeyTile) - tile_start;
+  const int blocks = kBytesAhead / (a.block_size * a.head_dim * element_bytes(a.kv_dtype));
+  tile.ahead = blocks < 1 ? 1 : blocks < kMostAhead ? blocks : kMostAhead;
+  for (int i = 0; i < kMostAhead; ++i) {
+    const int b = last + 1 + i;
+    tile.next[i] = b * a.block_size < end ? head_block(a, s.pool, table[b], item.kv_head).k : tile.block[last].k;
+  }
   return tile;
 }
 

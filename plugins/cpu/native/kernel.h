@@ -30,10 +30,11 @@ struct Scratch {
   float* total;  // [rows] running denominator
   float* tile_total;
   float* q_extra;  // [rows][2]
+  float* units;    // [rows] of integer weights
 };
 
 size_t scratch_floats(const Attributes& a, int rows) {
-  return static_cast<size_t>(rows) * (3 * a.head_dim + kKeyTile + 6) + static_cast<size_t>(a.block_size) * a.head_dim +
+  return static_cast<size_t>(rows) * (3 * a.head_dim + kKeyTile + 7) + static_cast<size_t>(a.block_size) * a.head_dim +
          sizeof(KeyScales) / sizeof(float);
 }
 
@@ -50,7 +51,8 @@ Scratch scratch_views(const Attributes& a, int rows, float* base) {
   s.total = s.tile_max + rows;
   s.tile_total = s.total + rows;
   s.q_extra = s.tile_total + rows;
-  s.scales = reinterpret_cast<KeyScales*>(s.q_extra + 2 * rows);
+  s.units = s.q_extra + 2 * rows;
+  s.scales = reinterpret_cast<KeyScales*>(s.units + rows);
   return s;
 }
 
@@ -86,11 +88,13 @@ void pack_row(const Attributes& a, int rows, const Scratch& s, int row, const fl
 }
 
 template <KvDtype T>
-void score_keys(const Attributes& a, int rows, const Scratch& s, const uint8_t* tile, float* scores) {
+void score_keys(const Attributes& a, int rows, const Scratch& s, const TileBlocks& tile, int b) {
+  const uint8_t* const keys = tile.block[b].k;
+  float* const scores = s.scores + b * a.block_size;
   const Queries queries = {s.q, rows, a.head_dim};
-  if (!decodes<T>(rows)) return score_block<T>(queries, tile, a.block_size, scores);
-  decode_block<T>(tile, a.head_dim, a.block_size, s.decoded);
-  score_block<kFp32>(queries, reinterpret_cast<const uint8_t*>(s.decoded), a.block_size, scores);
+  if (!decodes<T>(rows)) return score_block<T>(queries, keys, a.block_size, tile.ahead_of_k(b), scores);
+  decode_block<T>(keys, a.head_dim, a.block_size, s.decoded);
+  score_block<kFp32>(queries, reinterpret_cast<const uint8_t*>(s.decoded), a.block_size, 0, scores);
 }
 
 template <KvDtype T>
@@ -141,7 +145,8 @@ void attend_integer_tile(const Attributes& a, const TileBlocks& tile, const Rows
                          const Scratch& s) {
   const IntegerQueries queries = integer_queries(a, rows.count, s);
   for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
-    score_block(queries, tile.block[b].k, a.block_size, s.scores + b * a.block_size);
+    fetch_scales(tile, b);
+    score_block(queries, tile.block[b].k, a.block_size, tile.ahead_of_k(b), s.scores + b * a.block_size);
   }
   gather_scales(tile, 1.0f, s.scales);
   constexpr int kGroups = kPlaneWidth / kGroup;
@@ -158,8 +163,9 @@ void attend_integer_tile(const Attributes& a, const TileBlocks& tile, const Rows
                                     first, last, s.q_extra[rows.count + r], a.softcap * kLog2E, read, place, write);
     s.tile_max[r] = x.max;
     s.tile_total[r] = x.total;
+    s.units[r] = x.unit;
   }
-  integer_values(tile, rows.count, a.head_dim, weights, s.tile_sum);
+  integer_values(tile, rows.count, a.head_dim, weights, s.units, s.tile_sum);
 }
 #endif
 
@@ -170,7 +176,7 @@ void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, 
   if constexpr (kIntegerDot<T>) return attend_integer_tile(a, tile, rows, tile_start, s);
 #endif
   for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
-    score_keys<T>(a, rows.count, s, tile.block[b].k, s.scores + b * a.block_size);
+    score_keys<T>(a, rows.count, s, tile, b);
   }
   if (T == kInt8) gather_scales(tile, a.scale * kLog2E, s.scales);
   for (int r = 0; r < rows.count; ++r) {

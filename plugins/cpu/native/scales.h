@@ -13,6 +13,14 @@ struct KeyScales {
   float v_largest;
 };
 
+// Fetches the scales of block b, which are read after all scores.
+[[maybe_unused]] void fetch_scales(const TileBlocks& tile, int b) {
+  for (int i = 0; i < tile.block_size; i += 16) {
+    fetch(reinterpret_cast<const uint8_t*>(tile.block[b].k_scale + i));
+    fetch(reinterpret_cast<const uint8_t*>(tile.block[b].v_scale + i));
+  }
+}
+
 // K's scales come multiplied by *k_factor*.
 [[maybe_unused]] void gather_scales(const TileBlocks& tile, float k_factor, KeyScales* out) {
   const int n = tile.block_size;

@@ -46,10 +46,18 @@ CASTLINE_INLINE void load_beside(const uint8_t* p, Vec* out) {
   }
 }
 
+// Fetches the lines of Bytes bytes at *p*, or the one that p is in where it begins there: what is read a block later.
+template <int Bytes>
+CASTLINE_INLINE void fetch_ahead(const uint8_t* p) {
+  #pragma GCC unroll 8
+  for (int i = 0; i < Bytes; i += 64) fetch(p + i);
+}
+
 // scores[r * kKeyTile + i] = q[r].k[i] for Rows rows and Vectors * kLanes keys; *keys* is where those keys' first
 // dimension is, *stride* the bytes from one load's dimensions to the next's.
 template <KvDtype T, int Rows, int Vectors>
-CASTLINE_LOOP void score_tile(const float* q, int dim, const uint8_t* keys, ptrdiff_t stride, float* scores) {
+CASTLINE_LOOP void score_tile(const float* q, int dim, const uint8_t* keys, ptrdiff_t stride, ptrdiff_t ahead,
+                              float* scores) {
   constexpr int kDims = side_by_side(T);
   Vec sum[Rows][Vectors];
   #pragma GCC unroll 8
@@ -61,6 +69,7 @@ CASTLINE_LOOP void score_tile(const float* q, int dim, const uint8_t* keys, ptrd
     Vec k[Vectors][kDims];
     #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) load_beside<T>(keys + v * kLanes * kLoadBytes<T>, k[v]);
+    fetch_ahead<Vectors * kLanes * kLoadBytes<T>>(keys + ahead);
     #pragma GCC unroll 8
     for (int i = 0; i < kDims; ++i) {
       #pragma GCC unroll 8
@@ -79,28 +88,28 @@ CASTLINE_LOOP void score_tile(const float* q, int dim, const uint8_t* keys, ptrd
 }
 
 template <KvDtype T, int Rows>
-void score_rows(const float* q, int dim, const uint8_t* tile, int block_size, float* scores) {
+void score_rows(const float* q, int dim, const uint8_t* tile, int block_size, ptrdiff_t ahead, float* scores) {
   const ptrdiff_t stride = block_size * kLoadBytes<T>;
   int key = 0;
   for (; key + 2 * kLanes <= block_size; key += 2 * kLanes) {
-    score_tile<T, Rows, 2>(q, dim, tile + key * kLoadBytes<T>, stride, scores + key);
+    score_tile<T, Rows, 2>(q, dim, tile + key * kLoadBytes<T>, stride, ahead, scores + key);
   }
-  if (key < block_size) score_tile<T, Rows, 1>(q, dim, tile + key * kLoadBytes<T>, stride, scores + key);
+  if (key < block_size) score_tile<T, Rows, 1>(q, dim, tile + key * kLoadBytes<T>, stride, ahead, scores + key);
 }
 
 // Scores of all rows with all keys of one block, without the keys' scales.
 template <KvDtype T>
-void score_block(const Queries& queries, const uint8_t* tile, int block_size, float* scores) {
+void score_block(const Queries& queries, const uint8_t* tile, int block_size, ptrdiff_t ahead, float* scores) {
   for (int first = 0; first < queries.rows; first += kRowTile) {
     const float* q = queries.packed + first * queries.dim;
     float* out = scores + first * kKeyTile;
     switch (tile_rows(queries.rows, first)) {
-      case 6: if constexpr (kRowTile >= 6) score_rows<T, 6>(q, queries.dim, tile, block_size, out); break;
-      case 5: if constexpr (kRowTile >= 5) score_rows<T, 5>(q, queries.dim, tile, block_size, out); break;
-      case 4: score_rows<T, 4>(q, queries.dim, tile, block_size, out); break;
-      case 3: score_rows<T, 3>(q, queries.dim, tile, block_size, out); break;
-      case 2: score_rows<T, 2>(q, queries.dim, tile, block_size, out); break;
-      default: score_rows<T, 1>(q, queries.dim, tile, block_size, out); break;
+      case 6: if constexpr (kRowTile >= 6) score_rows<T, 6>(q, queries.dim, tile, block_size, ahead, out); break;
+      case 5: if constexpr (kRowTile >= 5) score_rows<T, 5>(q, queries.dim, tile, block_size, ahead, out); break;
+      case 4: score_rows<T, 4>(q, queries.dim, tile, block_size, ahead, out); break;
+      case 3: score_rows<T, 3>(q, queries.dim, tile, block_size, ahead, out); break;
+      case 2: score_rows<T, 2>(q, queries.dim, tile, block_size, ahead, out); break;
+      default: score_rows<T, 1>(q, queries.dim, tile, block_size, ahead, out); break;
     }
   }
 }

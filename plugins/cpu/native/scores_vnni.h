@@ -43,7 +43,7 @@ CASTLINE_INLINE void add_dot(Int& sum, Int u, Int s) { asm("vpdpbusd %2, %1, %0"
 
 template <int Rows, int Vectors>
 CASTLINE_LOOP void score_tile(const int32_t* q, const int32_t* start, int dim, const uint8_t* keys, ptrdiff_t stride,
-                float* scores) {
+                              ptrdiff_t ahead, float* scores) {
   const Int bias = _mm512_set1_epi8(static_cast<char>(0x80));
   Int high[Rows][Vectors], low[Rows][Vectors];
   #pragma GCC unroll 8
@@ -58,6 +58,7 @@ CASTLINE_LOOP void score_tile(const int32_t* q, const int32_t* start, int dim, c
     Int k[Vectors];
     #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v) k[v] = _mm512_xor_si512(load_words(keys + v * kLanes * 4), bias);
+    fetch_ahead<Vectors * 64>(keys + ahead);
     #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       const Int q_high = _mm512_set1_epi32(q[2 * r]), q_low = _mm512_set1_epi32(q[2 * r + 1]);
@@ -79,28 +80,29 @@ CASTLINE_LOOP void score_tile(const int32_t* q, const int32_t* start, int dim, c
 }
 
 template <int Rows>
-void score_rows(const int32_t* q, const int32_t* start, int dim, const uint8_t* tile, int block_size, float* scores) {
+void score_rows(const int32_t* q, const int32_t* start, int dim, const uint8_t* tile, int block_size, ptrdiff_t ahead,
+                float* scores) {
   const ptrdiff_t stride = block_size * 4;
   int key = 0;
   for (; key + 2 * kLanes <= block_size; key += 2 * kLanes) {
-    score_tile<Rows, 2>(q, start, dim, tile + key * 4, stride, scores + key);
+    score_tile<Rows, 2>(q, start, dim, tile + key * 4, stride, ahead, scores + key);
   }
-  if (key < block_size) score_tile<Rows, 1>(q, start, dim, tile + key * 4, stride, scores + key);
+  if (key < block_size) score_tile<Rows, 1>(q, start, dim, tile + key * 4, stride, ahead, scores + key);
 }
 
 // Scores of all rows with all keys of one block, without the keys' scales.
-void score_block(const IntegerQueries& queries, const uint8_t* tile, int block_size, float* scores) {
+void score_block(const IntegerQueries& queries, const uint8_t* tile, int block_size, ptrdiff_t ahead, float* scores) {
   for (int first = 0; first < queries.rows; first += kRowTile) {
     const int32_t* q = queries.packed + first * (queries.dim / 2);
     const int32_t* start = queries.start + first;
     float* out = scores + first * kKeyTile;
     switch (tile_rows(queries.rows, first)) {
-      case 6: score_rows<6>(q, start, queries.dim, tile, block_size, out); break;
-      case 5: score_rows<5>(q, start, queries.dim, tile, block_size, out); break;
-      case 4: score_rows<4>(q, start, queries.dim, tile, block_size, out); break;
-      case 3: score_rows<3>(q, start, queries.dim, tile, block_size, out); break;
-      case 2: score_rows<2>(q, start, queries.dim, tile, block_size, out); break;
-      default: score_rows<1>(q, start, queries.dim, tile, block_size, out); break;
+      case 6: score_rows<6>(q, start, queries.dim, tile, block_size, ahead, out); break;
+      case 5: score_rows<5>(q, start, queries.dim, tile, block_size, ahead, out); break;
+      case 4: score_rows<4>(q, start, queries.dim, tile, block_size, ahead, out); break;
+      case 3: score_rows<3>(q, start, queries.dim, tile, block_size, ahead, out); break;
+      case 2: score_rows<2>(q, start, queries.dim, tile, block_size, ahead, out); break;
+      default: score_rows<1>(q, start, queries.dim, tile, block_size, ahead, out); break;
     }
   }
 }

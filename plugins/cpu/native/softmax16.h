@@ -1,8 +1,10 @@
 // Softmax of one row over one key tile, for weights of 16 bits or fewer. Included by kernel.h only.
 //
-// int8: a weight times V's scale becomes an unsigned integer of 16 bits, as a high and a low byte. The row's softmax is
-// taken relative to its maximum less a whole power of two, chosen so that the greatest weight that the row's keys could
-// have is near 2^16.
+// int8: a weight times V's scale becomes an unsigned integer of 16 bits, as a high and a low byte, in a unit that is a
+// power of two, chosen so that the greatest weight that the row's keys could have is near 2^16 units.
+//
+// The maximum is taken off the scores before they are multiplied: their product with a large query's multiplier is
+// coarser than the differences that count, and a rounded maximum is not the maximum.
 #pragma once
 
 #include "item.h"
@@ -14,8 +16,12 @@ namespace {
 constexpr int kGroup = 16;  // keys of a vector
 constexpr int kPlaneWidth = 64;  // keys of one store of weights: [high, low][64]
 
+// For exponents of normal floats.
+CASTLINE_INLINE float power_of_two(int exponent) { return bits_float(static_cast<uint32_t>(exponent + 127) << 23); }
+
 struct RowSoftmax {
   float max, total;
+  float unit;  // of the weights
 };
 
 // Keys [low, high) of the tile are the row's; groups first .. last hold all of them that are in the tile. read(g) is
@@ -43,20 +49,21 @@ CASTLINE_INLINE RowSoftmax softmax_row(const KeyScales& scales, int low, int hig
   }
   if (cap > 0.0f) multiplier = 1.0f;
   for (int i = 1; i < Groups; ++i) largest[0] = max(largest[0], largest[i]);
-  float row_max = reduce_max(largest[0]) * multiplier;
-  if (T == kInt8) row_max -= static_cast<float>(weight_exponent(scales, low, high, 16));
-  const Vec shift = broadcast(row_max == kMasked ? 0.0f : -row_max), factor = broadcast(multiplier);
+  const float largest_score = reduce_max(largest[0]);
+  const int exponent = T == kInt8 ? weight_exponent(scales, low, high, 16) : 0;
+  const Vec origin = broadcast(largest_score == kMasked ? 0.0f : largest_score), factor = broadcast(multiplier);
+  const Vec per_unit = broadcast(power_of_two(exponent));
   for (int g = first; g < last; g += Groups) {
     Vec p[Groups];
     for (int i = 0; i < Groups; ++i) {
-      p[i] = exp2_16bit(fma(load(place(g + i)), factor, shift));
+      p[i] = exp2_16bit(mul(sub(load(place(g + i)), origin), factor));
       total[i] = add(total[i], p[i]);
-      if (T == kInt8) p[i] = mul(p[i], load(scales.v + (g + i) * kGroup));
+      if (T == kInt8) p[i] = mul(p[i], mul(load(scales.v + (g + i) * kGroup), per_unit));
     }
     write(g, p);
   }
   for (int i = 1; i < Groups; ++i) total[0] = add(total[0], total[i]);
-  return {row_max, reduce_add(total[0])};
+  return {largest_score * multiplier, reduce_add(total[0]), power_of_two(-exponent)};
 }
 
 // Weights of 64 keys, up to 2^16, as two planes of bytes.
@@ -84,7 +91,8 @@ inline __attribute__((always_inline)) float query_planes(const float* q, int hea
     largest = max(largest, _mm512_abs_ps(x[d / kLanes]));
   }
   const float magnitude = reduce_max(largest);
-  const Vec inverse = broadcast(magnitude > 0.0f ? kQueryMax / magnitude : 0.0f);
+  const bool is_zero = magnitude < 0x1p-100f;  // the inverse of a smaller one could overflow
+  const Vec inverse = broadcast(is_zero ? 0.0f : kQueryMax / magnitude);
   Int total = _mm512_setzero_si512();
   for (int d = 0; d < padded; d += kLanes) {
     const Int whole = _mm512_cvtps_epi32(mul(x[d / kLanes], inverse));
@@ -94,7 +102,7 @@ inline __attribute__((always_inline)) float query_planes(const float* q, int hea
     _mm_storeu_si128(reinterpret_cast<__m128i*>(low + d), _mm512_cvtepi32_epi8(whole));
   }
   *sum = _mm512_reduce_add_epi32(total);
-  return magnitude > 0.0f ? magnitude / kQueryMax : 1.0f;  // of a zero row any will do but 0: 0 * -infinity is NaN
+  return is_zero ? 1.0f : magnitude / kQueryMax;  // of a zero row any will do but 0: 0 * -infinity is NaN
 }
 
 }  // namespace

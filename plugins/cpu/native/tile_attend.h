@@ -25,6 +25,7 @@ struct TileScratch {
   float* multiplier;  // [rows], of the scores
   float* tile_max;    // [rows] of the tile
   float* tile_total;
+  float* units;       // [rows] of integer weights
   float* max;         // [rows] running maximum, denominator and numerator
   float* total;
   float* sum;  // [rows][head_dim]
@@ -52,6 +53,7 @@ size_t tile_scratch_views(const Attributes& a, int rows, uint8_t* base, TileScra
   out->multiplier = reinterpret_cast<float*>(take(sizeof(float) * rows));
   out->tile_max = reinterpret_cast<float*>(take(sizeof(float) * rows));
   out->tile_total = reinterpret_cast<float*>(take(sizeof(float) * rows));
+  out->units = reinterpret_cast<float*>(take(sizeof(float) * rows));
   out->max = reinterpret_cast<float*>(take(sizeof(float) * rows));
   out->total = reinterpret_cast<float*>(take(sizeof(float) * rows));
   out->sum = reinterpret_cast<float*>(take(sizeof(float) * rows * a.head_dim));
@@ -60,13 +62,13 @@ size_t tile_scratch_views(const Attributes& a, int rows, uint8_t* base, TileScra
 
 // --- one strip -------------------------------------------------------------------------------------------------------
 
-// A row's P.V as floats [head_dim], in place.
+// A row's P.V as floats [head_dim], in place. *unit* is that of integer weights.
 template <KvDtype T>
-float* product_row(uint8_t* row, int head_dim) {
+float* product_row(uint8_t* row, int head_dim, float unit) {
   float* out = reinterpret_cast<float*>(row);
   for (int g = 0; T == kInt8 && g * kGroup < head_dim; ++g) {
     const Int high = load_words(row + g * 128), low = load_words(row + g * 128 + 64);
-    store(out + g * kGroup, to_float(_mm512_add_epi32(shift_left<8>(high), low)));
+    store(out + g * kGroup, mul(to_float(_mm512_add_epi32(shift_left<8>(high), low)), broadcast(unit)));
   }
   return out;
 }
@@ -189,7 +191,7 @@ void weigh_strip(const TileStep& t, int strip, Products<T>* beside) {
   constexpr int kGroups = kStep<T> / kGroup;
   const int first = keys.low / kStep<T> * kGroups, last = (keys.high + kStep<T> - 1) / kStep<T> * kGroups;
   for (int r = keys.first_row; r < keys.last_row; ++r) {
-    RowSoftmax x = {kMasked, 0.0f};
+    RowSoftmax x = {kMasked, 0.0f, 1.0f};
     if (keys.low < keys.high) {
       const int i = r - keys.first_row;
       x = weigh_row<T>(t, r, first, last, t.s.scores[strip % 2] + i * kScoreStride<T>,
@@ -197,6 +199,7 @@ void weigh_strip(const TileStep& t, int strip, Products<T>* beside) {
     }
     t.s.tile_max[r] = x.max;
     t.s.tile_total[r] = x.total;
+    t.s.units[r] = x.unit;
     beside->next();
   }
 }
@@ -208,7 +211,7 @@ void merge_strip(const TileStep& t, int strip, float* partial) {
   const int dim = t.a.head_dim;
   for (int r = keys.first_row; r < keys.last_row; ++r) {
     uint8_t* row = t.s.products[strip % 2] + (r - keys.first_row) * product_stride<T>(dim);
-    const float* product = product_row<T>(row, dim);
+    const float* product = product_row<T>(row, dim, t.s.units[r]);
     if (partial == nullptr) {
       merge_row(dim, t.s.tile_max[r], t.s.tile_total[r], product, t.s.max + r, t.s.total + r, t.s.sum + r * dim);
     } else {

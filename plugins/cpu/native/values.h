@@ -11,10 +11,29 @@
 namespace castline::CASTLINE_ISA {
 namespace {
 
+// K and V are fetched some blocks before they are read: no processor foresees in which block keys go on. Far enough for
+// the memory to answer, near enough for the first level of the cache to keep it.
+constexpr int kMostAhead = 4, kBytesAhead = 8192;
+
 // The blocks of one key tile, of which the keys first_key .. last_key (counted from the tile's start) are used.
 struct TileBlocks {
   HeadBlock block[kKeyTile / 16];
   int block_size, first_key, last_key;
+  int ahead;                        // blocks, 1 .. kMostAhead
+  const uint8_t* next[kMostAhead];  // K of the blocks after the tile's, or any address
+
+  // How far what is read *ahead* blocks after K, or V, of block b is from it.
+  ptrdiff_t ahead_of_k(int b) const { return read_as(b - first_block() + ahead) - block[b].k; }
+  ptrdiff_t ahead_of_v(int b) const { return read_as(b - first_block() + blocks() + ahead) - block[b].v; }
+
+ private:
+  int first_block() const { return first_key / block_size; }
+  int blocks() const { return (last_key - 1) / block_size + 1 - first_block(); }
+  // What is read as the i-th: K of all blocks, then V of all, then the next tile.
+  const uint8_t* read_as(int i) const {
+    const int n = blocks();
+    return i < n ? block[first_block() + i].k : i < 2 * n ? block[first_block() + i - n].v : next[i - 2 * n];
+  }
 };
 
 // Sums of Rows rows by Vectors * kLanes dimensions, in registers over a run of keys.
@@ -33,13 +52,15 @@ struct Accumulator {
 
   // Keys first .. last of one block; *values* is where the block's first key is, weight[r * kKeyTile + i] key i's
   // weight.
-  CASTLINE_INLINE void add_block(const uint8_t* values, ptrdiff_t head_dim, int first, int last, const float* weight) {
+  CASTLINE_INLINE void add_block(const uint8_t* values, ptrdiff_t head_dim, int first, int last, ptrdiff_t ahead,
+                                 const float* weight) {
     constexpr int kBeside = side_by_side(T);
     values += first / kBeside * head_dim * kLoadBytes<T>;
     for (int key = first / kBeside * kBeside; key < last; key += kBeside, values += head_dim * kLoadBytes<T>) {
       Vec x[Vectors][kBeside];
       #pragma GCC unroll 8
       for (int v = 0; v < Vectors; ++v) load_beside<T>(values + v * kLanes * kLoadBytes<T>, x[v]);
+      fetch_ahead<Vectors * kLanes * kLoadBytes<T>>(values + ahead);
       #pragma GCC unroll 8
       for (int i = 0; i < kBeside; ++i) {
         if (key + i >= first && key + i < last) multiply_add(x, i, weight + key + i);
@@ -61,7 +82,7 @@ CASTLINE_LOOP void value_tile(const TileBlocks& tile, int head_dim, int dim, con
   for (int b = tile.first_key / n; b * n < tile.last_key; ++b) {
     const int first = tile.first_key > b * n ? tile.first_key - b * n : 0;
     const int last = tile.last_key < (b + 1) * n ? tile.last_key - b * n : n;
-    accumulator.add_block(tile.block[b].v + offset, head_dim, first, last, weights + b * n);
+    accumulator.add_block(tile.block[b].v + offset, head_dim, first, last, tile.ahead_of_v(b), weights + b * n);
   }
   #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
@@ -120,6 +141,8 @@ void add_decoded_values(const TileBlocks& tile, int rows, int head_dim, const fl
     decode_block<T>(tile.block[b].v, n, head_dim, floats);
     TileBlocks one = tile;
     one.block[b].v = reinterpret_cast<uint8_t*>(floats);
+    one.ahead = 1;
+    one.next[0] = one.block[b].v;  // nothing to fetch
     one.first_key = tile.first_key > b * n ? tile.first_key : b * n;
     one.last_key = tile.last_key < (b + 1) * n ? tile.last_key : (b + 1) * n;
     add_values<kFp32>(one, rows, head_dim, weights, out);
