@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -169,6 +170,12 @@ def fp32_engine(engines: Callable[..., Path]) -> Path:
 def compile_environment() -> dict[str, str]:
     """See `uninterpreted`."""
     return uninterpreted()
+
+
+@pytest.fixture(scope="session")
+def fork() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``fork(function, *arguments, words=...)``: see `forks.run`."""
+    return forks.run
 
 
 @pytest.fixture(scope="session")
