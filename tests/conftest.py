@@ -5,6 +5,8 @@ import os
 # Triton decorates its own library when it is first imported, and transformers imports it: GPU kernels run in its
 # interpreter in this process, and are compiled in processes of their own (`uninterpreted`).
 os.environ["TRITON_INTERPRET"] = "1"
+# References multiply small matrices: threads of BLAS wait for each other several times longer than they multiply.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import contextlib
 import fcntl
@@ -18,11 +20,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 CASTLINE = [sys.executable, "-m", "castline"]
+TESTS = Path(__file__).parent
+LONGEST_FIRST = [
+    TESTS / name
+    for name in (
+        "builder/tensorrt/test_demo.py",
+        "builder/test_demo_quality.py",
+        "builder/tensorrt/test_gpu_build.py",
+        "builder/tensorrt/test_kernel_variants.py",
+        "builder/tensorrt/test_plan.py",
+        "gpu/test_checks.py",
+        "builder/test_architectures.py",
+        "plugins/test_native_equals_reference.py",
+        "runtime/tensorrt/test_random_steps.py",
+        "runtime/device/test_run_ahead_machine.py",
+        "server/test_lifecycle.py",
+    )
+]
+"""Files of half a minute to some minutes of a processor."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two processes that take one file after the other end together if none of the long files comes last."""
+    assert all(path.is_file() for path in LONGEST_FIRST), LONGEST_FIRST
+    rank = {path: place for place, path in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 def uninterpreted() -> dict[str, str]:
@@ -169,6 +197,12 @@ def fp32_engine(engines: Callable[..., Path]) -> Path:
 def compile_environment() -> dict[str, str]:
     """See `uninterpreted`."""
     return uninterpreted()
+
+
+@pytest.fixture(scope="session")
+def fork() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``fork(function, *arguments, words=...)``: see `forks.run`."""
+    return forks.run
 
 
 @pytest.fixture(scope="session")

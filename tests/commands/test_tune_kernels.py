@@ -1,8 +1,7 @@
 """`castline tune-kernels`: what it tunes, where it writes, and what it refuses."""
 
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from castline.builder.tensorrt import kernels, tune_kernels
+from castline.cli import main
 from castline.commands import tune_kernels as tune_command
 from castline.engines.errors import BuildError
 from castline.engines.gpu import FoundGpu
@@ -80,13 +80,13 @@ def test_this_machines_gpu_is_the_default_and_no_time_is_obeyed(asked: list[Any]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_pruning_needs_no_gpu(tmp_path: Path, compile_environment: dict[str, str]) -> None:
+def test_pruning_needs_no_gpu(tmp_path: Path, fork: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """The real compiler, on the demo's heads: what is chosen fits, and says that no clock was asked."""
     pytest.importorskip("triton", reason="Triton is not installed: no kernels")
     output = tmp_path / "a100-40.toml"
-    command = [sys.executable, "-m", "castline", "tune-kernels", "--sku", "a100-40", "--kernel", "decode_split",
-               "--head-dim", "64", "--kv-dtype", "fp8", "--no-time", "-o", str(output)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=compile_environment, check=False)
+    words = ("castline", "tune-kernels", "--sku", "a100-40", "--kernel", "decode_split",
+             "--head-dim", "64", "--kv-dtype", "fp8", "--no-time", "-o", str(output))  # fmt: skip
+    done = fork(main, words=words)
     assert done.returncode == 0, done.stderr
     [choice] = read_kernel_choices(output).choice
     assert choice.key == ("decode_split", "fp8", 64)

@@ -1,7 +1,6 @@
 """Graphs of tiny models lowered for TensorRT, and plans of them built as a user's are."""
 
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,24 +14,19 @@ from castline.builder.checkpoint import Checkpoint, load_checkpoint
 from castline.builder.export import export_model
 from castline.builder.lower import save_graph
 from castline.builder.passes.pipeline import run_passes
-from castline.builder.tensorrt.kernels import KernelTarget, node_attributes
-from castline.builder.tensorrt.lower import lower_tensorrt
+from castline.builder.tensorrt.kernels import KernelTarget, compile_kernels, node_attributes
+from castline.builder.tensorrt.lower import Activations, lower_tensorrt
 from castline.builder.tensorrt.plan_request import PlanRequest
 from castline.engines.manifest import Limits
 from castline.plugins.contract import PAGED_ATTENTION
 from castline.plugins.tensorrt.engine import PLAN_NAME
 from castline.plugins.tensorrt.flavour import installed_flavours
+from castline.plugins.tensorrt.kernel_set import KERNELS_DIRECTORY
 
 torch.set_num_threads(1)
 
 BLOCK_SIZE = 16
 LIMITS = Limits(max_model_len=256, block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=64)
-_COMPILE = """
-from pathlib import Path
-from castline.builder.tensorrt.kernels import KernelTarget, compile_kernels
-from castline.plugins.contract import AttentionAttributes
-compile_kernels({target!r}, {attributes!r}, Path({directory!r}))
-"""
 
 
 @dataclass(frozen=True)
@@ -69,24 +63,41 @@ def rtx() -> None:
         pytest.skip("TensorRT for RTX is not installed: no plan")
 
 
-@pytest.fixture
-def plan_of(rtx: None, tmp_path: Path, compile_environment: dict[str, str]) -> Callable[..., PlanRequest]:
-    """Saves a lowered graph with its kernels, compiled in a process of their own, and gives the request of its plan."""
+@pytest.fixture(scope="session")
+def kernels_of(
+    rtx: None, fork: Callable[..., subprocess.CompletedProcess[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """``kernels_of(target, model)``: the directory of a lowered graph's kernels, compiled once for nodes alike."""
+    made: dict[str, Path] = {}
 
-    def prepare(model: ir.Model, compute_capability: str, activations: str = "fp16") -> PlanRequest:
+    def compiled(target: KernelTarget, model: ir.Model) -> Path:
+        attributes = node_attributes(model)
+        key = repr((target, attributes))
+        if key not in made:
+            directory = tmp_path_factory.mktemp("kernels")
+            done = fork(compile_kernels, target, attributes, directory)
+            assert done.returncode == 0, done.stderr
+            made[key] = directory / KERNELS_DIRECTORY
+        return made[key]
+
+    return compiled
+
+
+@pytest.fixture
+def plan_of(kernels_of: Callable[..., Path], tmp_path: Path) -> Callable[..., PlanRequest]:
+    """Saves a lowered graph and gives the request of its plan."""
+
+    def prepare(model: ir.Model, compute_capability: str, activations: Activations = "fp16") -> PlanRequest:
         directory = tmp_path / compute_capability
         directory.mkdir()
         graph = save_graph(model, directory)
-        target = KernelTarget(compute_capability, activations, 272, BLOCK_SIZE)  # type: ignore[arg-type]
-        code = _COMPILE.format(target=target, attributes=node_attributes(model), directory=str(directory))
-        subprocess.run([sys.executable, "-c", code], env=compile_environment, check=True)
         pools = [int(value.shape[1]) for value in model.graph.inputs if str(value.name).startswith("kv_pool.")]  # type: ignore[index, arg-type]
         return PlanRequest(
             flavour="tensorrt_rtx",
             compute_capability=compute_capability,
             multiprocessors=100,
             graph=graph,
-            kernels=directory / "kernels",
+            kernels=kernels_of(KernelTarget(compute_capability, activations, 272, BLOCK_SIZE), model),
             plan=directory / PLAN_NAME,
             pool_bytes=tuple(pools),
             max_blocks=1000,

@@ -1,7 +1,6 @@
 """The demo model for every chip that NVIDIA's builder takes with no GPU: whole plans, and parity of their graphs."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,7 @@ from castline.builder.plan import make_plan
 from castline.builder.progress import BuildLog
 from castline.builder.replay import make_tracks, replay
 from castline.builder.tensorrt.footprint import footprint
-from castline.builder.tensorrt.kernels import KernelTarget, node_attributes
+from castline.builder.tensorrt.kernels import KernelTarget
 from castline.builder.tensorrt.pipeline import PROOF_CONFIG, GpuBuild, lower, plan_request, quantize
 from castline.builder.tensorrt.plan_compiler import compile_plan
 from castline.builder.tensorrt.proof import proof_graph, proof_kv_dtype
@@ -43,14 +42,6 @@ pytestmark = pytest.mark.slow
 LAYERS = 30
 LEAST_KL = {"fp16": 1e-6, "fp8": 5e-3, "int4": 1e-2}
 """Less, and the graph does not round as the type does: it was not quantised."""
-_COMPILE = """
-from pathlib import Path
-from castline.builder.graph_facts import weight_sizes
-from castline.builder.tensorrt.footprint import footprint
-from castline.builder.tensorrt.kernels import KernelTarget, compile_kernels
-from castline.plugins.contract import AttentionAttributes
-compile_kernels({target!r}, {attributes!r}, Path({directory!r}))
-"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +109,7 @@ def demo(rtx: None, tmp_path_factory: pytest.TempPathFactory) -> Demo:
     ],
 )
 def test_whole_plan_builds(
-    demo: Demo, compile_environment: dict[str, str], tmp_path: Path, sku: str, recipe: str, kind: str, matmuls: int
+    demo: Demo, kernels_of: Callable[..., Path], tmp_path: Path, sku: str, recipe: str, kind: str, matmuls: int
 ) -> None:
     """30 layers by NVIDIA's own parser and builder, for 8.0, 8.6, 8.9 and 12.0, in every weight format: the plugin in
     each layer of both profiles, no KV pool copied (`check_plan`), and every matmul multiplied as it was asked for."""
@@ -127,10 +118,9 @@ def test_whole_plan_builds(
     capability = wanted.target.sku.compute_capability
     vocab_size = demo.checkpoint.facts.vocab_size
     target = KernelTarget(capability, activations_of(recipe), vocab_size, wanted.block_size, sku)
-    code = _COMPILE.format(target=target, attributes=node_attributes(lowered.model), directory=str(tmp_path))
-    subprocess.run([sys.executable, "-c", code], env=compile_environment, check=True)
     attention = [str(node.name) for node in lowered.model.graph if node.op_type == PAGED_ATTENTION]
     request = plan_request(wanted, lowered.model, lowered.graph, tmp_path)
+    request = replace(request, kernels=kernels_of(target, lowered.model))
     plan = compile_plan(request, attention, lowered.e4m3, timeout_s=240)
     plugins = [layer for layer in plan.layers if layer.kind == "PluginV3"]
     assert len(plugins) == 2 * LAYERS

@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -23,19 +23,21 @@ PROCESSES = 2
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-def run(capability: str, environment: dict[str, str]) -> list[dict[str, Any]]:
-    command = [sys.executable, str(PROGRAM), capability]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+Fork = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def run(fork: Fork, capability: str) -> list[dict[str, Any]]:
+    done = fork(run_path, str(PROGRAM), None, "__main__", words=(str(PROGRAM), capability))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def variants(compile_environment: dict[str, str]) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+def variants(fork: Fork) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
     """``variants(capability)``: what the program said; all capabilities are compiled side by side from the start."""
     with ThreadPoolExecutor(PROCESSES) as pool:
         running: dict[str, Future[list[dict[str, Any]]]] = {
-            capability: pool.submit(run, capability, compile_environment) for capability in CAPABILITIES
+            capability: pool.submit(run, fork, capability) for capability in CAPABILITIES
         }
         yield lambda capability: running[capability].result()
         for future in running.values():
@@ -82,10 +84,9 @@ list(KernelCompiler((8, 9), "fp16").attention(a, shape, ("prefill",)))
         ({"tile": 512, "queries": 4, "num_warps": 16}, "bytes of shared memory, the GPU has 101376"),
     ],
 )
-def test_what_does_not_fit_is_seen(compile_environment: dict[str, str], shape: dict[str, int], message: str) -> None:
+def test_what_does_not_fit_is_seen(fork: Fork, shape: dict[str, int], message: str) -> None:
     """The check above must be able to fail: 64 query rows in the registers of one warp, and keys that are larger than
     shared memory."""
-    command = [sys.executable, "-c", DOES_NOT_FIT.format(**shape)]
-    done = subprocess.run(command, env=compile_environment, capture_output=True, text=True, check=False)
+    done = fork(exec, DOES_NOT_FIT.format(**shape), {})
     assert done.returncode != 0
     assert message in done.stderr

@@ -1,4 +1,4 @@
-"""Plans of tiny graphs by NVIDIA's own parser and builder, for every compute capability it builds with no GPU."""
+"""Plans of tiny graphs by NVIDIA's own parser and builder, on a machine with no GPU."""
 
 import os
 import re
@@ -21,16 +21,17 @@ from castline.builder.tensorrt.weights import quantize_fp8, quantize_int4
 from castline.engines.errors import BuildError
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "12.0"])
+@pytest.mark.parametrize("capability", ["8.0", "8.9"])
 def test_plan_builds_with_a_plugin_in_every_layer(
     fused: Callable[..., Any], plan_of: Callable[..., PlanRequest], tools: Any, capability: str
 ) -> None:
     """The whole point of the target: a real plan from a machine with no GPU, and no layer that fell back to anything.
 
-    From 8.9 on with e4m3 matmuls; before, with 4-bit weights."""
+    From 8.9 on with e4m3 matmuls; before, with 4-bit weights. `test_demo` builds for 8.6 and 12.0, and for these two in
+    other formats."""
     model = fused("llama").copy()
     names = [str(node.name) for node in e4m3_matmuls(model)]
-    if capability in ("8.9", "12.0"):
+    if capability == "8.9":
         weights = [str(node.inputs[1].name) for node in layer_matmuls(model)]
         assert quantize_fp8(model, dict.fromkeys(weights, 3.0), "fp16") == len(names)
         assert len(names) == 5
