@@ -14,7 +14,7 @@ from typing import Final
 
 from castline.engines.errors import CastlineError, EngineError, ErrorCode, RequestError
 from castline.engines.manifest import Manifest
-from castline.runtime.client import EffectiveLimits, Health, Output, Phase, Stats
+from castline.runtime.client import EffectiveLimits, Express, Health, Output, Phase, Stats
 from castline.runtime.engine_link import EngineLink, EngineProcess
 from castline.runtime.events import SequenceEvent
 from castline.runtime.live_request import LiveRequest
@@ -66,6 +66,9 @@ class AsyncEngine:
         self._ids = itertools.count()
         self._stats = Stats(kv_blocks_total=limits.num_blocks)
         self._last_progress = clock()
+        self._stall_timer: asyncio.TimerHandle | None = None
+        """Set while requests are live, until they stall."""
+        self._health_changed: Callable[[], None] = _nobody_watches
         self._link: EngineLink | None = None
         self._process: EngineProcess | None = None
         self._ready = asyncio.Event()
@@ -128,6 +131,7 @@ class AsyncEngine:
         add_special_tokens: bool = True,
         timeout_s: float | None = None,
         cache_salt: str | None = None,
+        express: Express | None = None,
     ) -> AsyncIterator[Output]:
         """See EngineClient. *request_id* need not be unique."""
         deadline = None if timeout_s is None else self._clock() + timeout_s
@@ -135,7 +139,7 @@ class AsyncEngine:
         token_ids = await self._encode(prompt, add_special_tokens)
         self._check_accepting()
         request = self._resolve(request_id, token_ids, params, deadline, cache_salt)
-        live = self._add(request)
+        live = self._add(request, express)
         try:
             while (output := await live.next()) is not None:
                 yield output
@@ -150,11 +154,14 @@ class AsyncEngine:
         if not self._ready.is_set():
             return Health(Phase.STARTING, "starting: the engine is loading")
         idle_s = self._clock() - self._last_progress
-        if self._live and idle_s > self._stall_after_s:
+        if self._live and idle_s >= self._stall_after_s:
             return Health(
                 Phase.STALLED, f"stalled: no step has completed for {idle_s:.0f} s with {len(self._live)} requests live"
             )
         return Health(Phase.READY, "ready")
+
+    def watch_health(self, changed: Callable[[], None]) -> None:
+        self._health_changed = changed
 
     def stats(self) -> Stats:
         return self._stats
@@ -172,6 +179,7 @@ class AsyncEngine:
 
     async def _drain(self, timeout_s: float) -> None:
         self._draining = True
+        self._health_changed()
         if self._live and timeout_s > 0:
             self._all_ended.clear()
             try:
@@ -195,10 +203,13 @@ class AsyncEngine:
             case StepDone(events, stats):
                 self._stats = stats or self._stats
                 self._last_progress = self._clock()
-                for event in events:
-                    self._deliver(event)
+                if self._live and self._stall_timer is None:
+                    self._watch_progress()
+                    self._health_changed()
+                self._deliver(events)
             case Ready():
                 self._ready.set()
+                self._health_changed()
             case Failed(reason):
                 self._fail(reason)
                 self._close_link()
@@ -248,12 +259,13 @@ class AsyncEngine:
             cache_salt=cache_salt,
         )
 
-    def _add(self, request: Request) -> LiveRequest:
-        live = LiveRequest(request.request_id, request.params.n)
+    def _add(self, request: Request, express: Express | None) -> LiveRequest:
+        live = LiveRequest(request.request_id, request.params.n, express)
         self._processor.add(request)
         if not self._live:
             self._last_progress = self._clock()
             self._all_ended.clear()
+            self._watch_progress()
         self._live[request.request_id] = live
         if request.deadline is not None:
             live.timer = asyncio.get_running_loop().call_later(
@@ -262,25 +274,27 @@ class AsyncEngine:
         self._send(Add(request))
         return live
 
-    def _deliver(self, event: SequenceEvent) -> None:
-        """A fault in turning tokens into text ends the one request, never the link that serves all."""
-        live = self._live.get(event.request_id)
-        if live is None:
-            return
-        try:
-            step = self._processor.process([event])
-        except Exception as error:
-            _log.exception("request %s", event.request_id)
-            self._end(live, EngineError(f"internal error: {error!r}"))
-            return
-        for _, output in step.outputs:
-            live.keep(output)
+    def _deliver(self, events: Sequence[SequenceEvent]) -> None:
+        """A fault in handing an output over ends the one request, never the link that serves all."""
+        step = self._processor.process(events)
+        for request_id, output in step.outputs:
+            live = self._live.get(request_id)
+            if live is None:
+                continue
+            try:
+                live.keep(output)
+            except Exception as error:
+                _log.exception("request %s", request_id)
+                self._end(live, EngineError(f"internal error: {error!r}"))
+            if live.num_unfinished == 0:
+                self._forget(live)
         for request_id, index in step.aborts:
             self._send(Abort(request_id, index))
-        for _, failure in step.failures:
-            live.fail(failure)
-        if live.ended:
-            self._forget(live)
+        for request_id, failure in step.failures:
+            live = self._live.get(request_id)
+            if live is not None:
+                live.fail(failure)
+                self._forget(live)
 
     def _end(self, live: LiveRequest, error: CastlineError | None = None) -> None:
         """Ends a request early, with *error* for its reader if it has one. A request that has ended is left alone."""
@@ -295,9 +309,27 @@ class AsyncEngine:
             live.timer.cancel()
         self._processor.remove(live.request_id)
         known = self._live.pop(live.request_id, None) is not None
-        if not self._live:
+        if known and not self._live:
             self._all_ended.set()
+            self._stop_watching_progress()
         return known
+
+    def _watch_progress(self) -> None:
+        """Looks again when the requests will have stalled, if no step completes before."""
+        left_s = self._stall_after_s - (self._clock() - self._last_progress)
+        if left_s > 0:
+            self._stall_timer = asyncio.get_running_loop().call_later(left_s, self._watch_progress)
+        else:
+            self._stall_timer = None
+            self._health_changed()
+
+    def _stop_watching_progress(self) -> None:
+        """Nothing is live: no timer wakes an idle server, and what had stalled has not any more."""
+        if self._stall_timer is None:
+            self._health_changed()
+        else:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def _fail(self, reason: str) -> None:
         """The first reason stays: a process that reports a failure also goes away."""
@@ -306,6 +338,7 @@ class AsyncEngine:
         _log.error("engine failed: %s", reason)
         self._failure = reason
         self._ready.set()
+        self._health_changed()
         for live in list(self._live.values()):
             self._end(live, EngineError(reason))
 
@@ -316,6 +349,9 @@ class AsyncEngine:
     def _send(self, command: Command) -> None:
         if self._link is not None:
             self._link.send(command)
+
+
+def _nobody_watches() -> None: ...
 
 
 def _shutting_down() -> RequestError:

@@ -1,6 +1,6 @@
 """The engine as servers and the front door see it: text in, text out, over an engine loop that runs elsewhere."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -87,7 +87,7 @@ class PromptInfo:
     """Seconds from the request's arrival to the first step that computed some of it."""
 
 
-class Output(msgspec.Struct, frozen=True):
+class Output(msgspec.Struct, frozen=True, gc=False):
     """New text of one continuation. The text of all outputs of an index, joined, is the full text.
 
     A non-final text never ends inside a character. ``token_ids`` are the tokens generated since the last output; their
@@ -103,6 +103,10 @@ class Output(msgspec.Struct, frozen=True):
     """The stop string or stop token id that ended the text; None for the model's EOS."""
     prompt: PromptInfo | None = None
     """On the first output of index 0."""
+
+
+Express = Callable[[Output], bool]
+"""Takes an output at once and returns True, or returns False and leaves it to the reader. Does not wait."""
 
 
 class EngineClient(Protocol):
@@ -121,8 +125,12 @@ class EngineClient(Protocol):
         add_special_tokens: bool = True,
         timeout_s: float | None = None,
         cache_salt: str | None = None,
+        express: Express | None = None,
     ) -> AsyncIterator[Output]:
         """Outputs of all n continuations, interleaved, until each has a finish_reason.
+
+        While the reader waits for the next output, one that ends no continuation may be offered to *express* first;
+        what that takes does not come out of the iterator. So no task is woken for what can be written at once.
 
         Raises RequestError before the first output where the request cannot be served (the prompt does not fit, a
         value is out of range, draining, overloaded); raises RequestError with DEADLINE_EXCEEDED or EngineError where
@@ -132,6 +140,10 @@ class EngineClient(Protocol):
         ...
 
     def health(self) -> Health: ...
+
+    def watch_health(self, changed: Callable[[], None]) -> None:
+        """Has *changed* called, from the event loop, whenever ``health`` may answer otherwise than before."""
+        ...
 
     def stats(self) -> Stats: ...
 

@@ -20,12 +20,27 @@ class Detokenizer:
         self._is_special = tokenizer.is_special
         self._bytes = tokenizer.continuation(prompt_token_ids)
         self._utf8 = _Utf8(errors="replace")
+        self._known = tokenizer.whole_texts
+        self._between = not self._bytes.at_start
+        """Inside the text and between two characters, where a token's text depends on nothing before it."""
 
     def push(self, token_id: int) -> str:
         """The text that the next token completes; special tokens have none."""
-        if self._is_special(token_id):
-            return ""
-        return self._utf8.decode(self._bytes.push(token_id))
+        if self._between:
+            text = self._known.get(token_id)
+            if text is not None:
+                return text
+        return self._decode(token_id)
+
+    def _decode(self, token_id: int) -> str:
+        was_between = self._between
+        text = ""
+        if not self._is_special(token_id):
+            text = self._utf8.decode(self._bytes.push(token_id))
+            self._between = not self._bytes.at_start and not self._utf8.getstate()[0]
+        if was_between and self._between:
+            self._known[token_id] = text
+        return text
 
     def finish(self) -> str:
         """What is left when no token follows: U+FFFD if the text ends inside a character."""

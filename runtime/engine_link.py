@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from castline.runtime.loader import EnginePlan
 from castline.runtime.step_profile import ProfileOptions
@@ -54,8 +54,7 @@ class EngineLink(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)  # not by inheritance under every event loop
 
     def data_received(self, data: bytes) -> None:
         """What this raises closes the connection, so that a broken report fails the engine and hangs nobody."""

@@ -6,37 +6,42 @@ What a slow reader has not taken yet is merged, so that it holds one output for 
 import asyncio
 
 from castline.engines.errors import CastlineError
-from castline.runtime.client import Output
+from castline.runtime.client import Express, Output
 
 
 class LiveRequest:
     """Filled as the engine reports, read by one task, both in one event loop."""
 
-    def __init__(self, request_id: str, n: int) -> None:
+    def __init__(self, request_id: str, n: int, express: Express | None = None) -> None:
         self.request_id = request_id
         self.timer: asyncio.TimerHandle | None = None
         """Fires at the deadline."""
         self.num_unfinished = n
         """Continuations that have no finish reason yet."""
+        self._express = express
         self._unread: dict[int, Output] = {}
         self._error: CastlineError | None = None
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        """The reader waits for it."""
 
     @property
     def ended(self) -> bool:
         return self._error is not None or self.num_unfinished == 0
 
     def keep(self, output: Output) -> None:
-        """New output for the reader."""
+        """New output for the reader. Raises what *express* raises."""
+        if output.finish_reason is not None:
+            self.num_unfinished -= 1
+        elif self._express is not None and self._reader_waits and not self._unread and self._express(output):
+            return
         earlier = self._unread.get(output.index)
         self._unread[output.index] = output if earlier is None else merge(earlier, output)
-        self.num_unfinished -= output.finish_reason is not None
-        self._wake.set()
+        self._wake()
 
     def fail(self, error: CastlineError) -> None:
         """The reader gets what there is, then *error*."""
         self._error = error
-        self._wake.set()
+        self._wake()
 
     async def next(self) -> Output | None:
         """The next output, None when every continuation has finished; raises the error of a request that failed."""
@@ -45,9 +50,17 @@ class LiveRequest:
                 raise self._error
             if self.ended:
                 return None
-            self._wake.clear()
-            await self._wake.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         return self._unread.pop(next(iter(self._unread)))
+
+    @property
+    def _reader_waits(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def merge(earlier: Output, later: Output) -> Output:

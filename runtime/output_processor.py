@@ -4,6 +4,7 @@ One continuation's outputs, joined, do not depend on how its tokens were spread 
 text, the core does not know yet: the caller is told to abort that continuation, and its later events are dropped.
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from castline.runtime.events import Finish, FinishReason, SequenceEvent, TokenLo
 from castline.runtime.request import Request
 from castline.runtime.stop_strings import StopStrings
 from castline.runtime.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,13 @@ class _Continuation:
         """Generated, not yet in an output."""
         self._num_tokens = 0
         self._num_shown = 0
+        self._plain = not request.params.stop and request.params.logprobs is None
+        """Nothing is held back but unfinished characters."""
 
     def advance(self, index: int, event: SequenceEvent, prompt: PromptInfo | None) -> Output:
         """Takes the event's tokens up to a stop string; the output says whether the text has ended."""
+        if self._plain and event.finish is None:
+            return Output(index, "".join(map(self._detokenizer.push, event.token_ids)), event.token_ids, prompt=prompt)
         text = self._read(event)
         reason, stop_reason = self._end(event.finish)
         shown = self._take_tokens()
@@ -121,20 +128,27 @@ class OutputProcessor:
         self._requests.pop(request_id, None)
 
     def process(self, events: Iterable[SequenceEvent]) -> StepOutputs:
+        """A fault in making text ends the one request: it is among the failures, with the fault as its cause."""
         step = StepOutputs()
         for event in events:
             state = self._requests.get(event.request_id)
             if state is None or event.index not in state.running:
                 continue
-            error = _error_of(event.finish)
-            if error is None:
-                self._advance(state, event, step)
-            else:
+            error = None if event.finish is None else _error_of(event.finish)
+            try:
+                if error is None:
+                    self._advance(state, event, step)
+            except Exception as fault:
+                _log.exception("request %s", event.request_id)
+                error = EngineError(f"internal error: {fault!r}")
+                error.__cause__ = fault
+            if error is not None:
                 self._fail(state, event, error, step)
         return step
 
     def _advance(self, state: _RequestState, event: SequenceEvent, step: StepOutputs) -> None:
-        output = state.running[event.index].advance(event.index, event, _prompt_info(state, event))
+        prompt = None if state.prompt_shown else _prompt_info(state, event)
+        output = state.running[event.index].advance(event.index, event, prompt)
         if output.text or output.token_ids or output.finish_reason or output.prompt:
             step.outputs.append((event.request_id, output))
         if output.finish_reason is None:
@@ -147,14 +161,14 @@ class OutputProcessor:
 
     def _fail(self, state: _RequestState, event: SequenceEvent, error: CastlineError, step: StepOutputs) -> None:
         step.failures.append((event.request_id, error))
-        if len(state.running) > 1:
+        if len(state.running) > 1 or event.finish is None:
             step.aborts.append((event.request_id, None))
         del self._requests[event.request_id]
 
 
 def _prompt_info(state: _RequestState, event: SequenceEvent) -> PromptInfo | None:
     """With the first event of index 0."""
-    if event.index != 0 or state.prompt_shown:
+    if event.index != 0:
         return None
     state.prompt_shown = True
     return PromptInfo(
@@ -162,9 +176,9 @@ def _prompt_info(state: _RequestState, event: SequenceEvent) -> PromptInfo | Non
     )
 
 
-def _error_of(finish: Finish | None) -> CastlineError | None:
+def _error_of(finish: Finish) -> CastlineError | None:
     """The error that ended a request early; the engine's own faults are EngineErrors, all others the request's."""
-    if finish is None or (finish.reason is not FinishReason.ERROR and finish.error_code is None):
+    if finish.reason is not FinishReason.ERROR and finish.error_code is None:
         return None
     message = finish.message or "the request ended early"
     if finish.error_code in (None, ErrorCode.ENGINE_FAILED):

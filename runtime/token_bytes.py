@@ -120,6 +120,11 @@ class TextBytes:
         self._first = at_start
         self._leading_spaces = table.leading_spaces if at_start else 0
 
+    @property
+    def at_start(self) -> bool:
+        """Whether the next token's bytes may differ from those it has inside a text."""
+        return self._first or self._leading_spaces > 0
+
     def push(self, token_id: int) -> bytes:
         """The bytes that the next token adds."""
         data = self._table.first(token_id) if self._first else self._table.of(token_id)

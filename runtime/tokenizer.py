@@ -46,6 +46,8 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._bytes = TokenBytes(backend)
+        self.whole_texts: dict[int, str] = {}
+        """Detokenizer's memory of tokens that are whole characters, or nothing, inside a text."""
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
 from types import FrameType
 
@@ -20,14 +20,12 @@ from castline.engines.errors import EngineError
 from castline.runtime.client import EngineClient, Phase
 from castline.server.grpc_service import GrpcServer
 from castline.server.http_app import http_app
+from castline.server.http_protocol import Connection
 from castline.server.options import Endpoints, ServerOptions
 from castline.server.serving import ServedModel, Serving
 
 log = logging.getLogger(__name__)
 
-HEALTH_PERIOD_S = 0.5
-DATE_PERIOD_S = 1.0
-"""Of the header that tells the date, to the second."""
 LAST_WORDS_S = 0.4
 """Time that ended requests have to send their last message, though the drain time is over."""
 ENGINE_GRACE_S = 0.2
@@ -46,10 +44,10 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        """Uvicorn's own wakes up ten times a second, for what it does in each tenth of them: it tells the date."""
-        while not await self.on_tick(0):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), DATE_PERIOD_S)
+        """Uvicorn's own wakes up ten times a second, to look for its end and to tell the date, which is Connection's
+        job.
+        """
+        await self._stop.wait()
 
     def stop(self) -> None:
         self.should_exit = True
@@ -72,7 +70,7 @@ class Server:
             ) from None
         config = uvicorn.Config(
             http_app(self.serving),
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             loop="none",
@@ -82,6 +80,7 @@ class Server:
         )
         self._uvicorn = _Uvicorn(config)
         self._tasks: list[asyncio.Task[None]] = []
+        self._health_changed = asyncio.Event()
         self.failed = asyncio.Event()
         """Set when the engine has failed for good."""
         self._drain_deadline = monotonic()
@@ -98,18 +97,27 @@ class Server:
     async def _follow_health(self) -> None:
         """A health service that is watched must be told of a change."""
         while True:
+            await self._health_changed.wait()
+            self._health_changed.clear()
             await self._grpc.publish_health()
             if self.serving.live().phase is Phase.FAILED:
                 self.failed.set()
-            await asyncio.sleep(HEALTH_PERIOD_S)
 
     async def open(self, engine: EngineClient) -> ServedModel:
         """The engine has loaded; returns when it is ready. Raises EngineError where it fails instead."""
+        changed = asyncio.Event()
+
+        def on_change() -> None:
+            changed.set()
+            self._health_changed.set()
+
+        engine.watch_health(on_change)
         model = self.serving.open(engine, self._options.model_name)
         while not (health := engine.health()).ready:
             if health.phase is Phase.FAILED:
                 raise EngineError(health.reason)
-            await asyncio.sleep(0.01)
+            changed.clear()
+            await changed.wait()
         await self._grpc.publish_health()
         return model
 

@@ -6,8 +6,9 @@ from contextlib import aclosing
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from castline.runtime.client import EngineClient
+from castline.runtime.client import EngineClient, Output
 from castline.server.errors import to_wire
+from castline.server.http_protocol import Connection, connection_of
 from castline.server.http_wire import (
     ClientGone,
     cancelled_by_disconnect,
@@ -38,7 +39,7 @@ class GenerateEndpoint:
                 job = self._to_job(model, body)
             async with cancelled_by_disconnect(receive):
                 if isinstance(job.writer, StreamWriter):
-                    await _stream(model.engine, job, job.writer, send)
+                    await _stream(model.engine, job, job.writer, send, connection_of(scope))
                 else:
                     await _answer(model.engine, job, job.writer, send)
         except ClientGone:
@@ -54,11 +55,26 @@ async def _answer(engine: EngineClient, job: Job, writer: AnswerWriter, send: Se
     await send_json(send, writer.body())
 
 
-async def _stream(engine: EngineClient, job: Job, writer: StreamWriter, send: Send) -> None:
-    """An error before the first output has its own status, and is raised; one after it ends the stream as an event."""
-    async with aclosing(run(engine, job)) as outputs:
+async def _stream(
+    engine: EngineClient, job: Job, writer: StreamWriter, send: Send, connection: Connection | None
+) -> None:
+    """An error before the first output has its own status, and is raised; one after it ends the stream as an event.
+
+    What *connection* can take at once is written there, and wakes no task.
+    """
+    has_started = False
+
+    def write(output: Output) -> bool:
+        if not has_started or connection is None or not connection.can_write:
+            return False
+        if events := writer.events(output):
+            connection.write_chunk(events)
+        return True
+
+    async with aclosing(run(engine, job, write)) as outputs:
         first = await anext(outputs)
         await start_events(send)
+        has_started = True
         try:
             await send_events(send, writer.events(first))
             async for output in outputs:

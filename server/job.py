@@ -10,7 +10,7 @@ from typing import cast
 from msgspec import structs
 
 from castline.engines.errors import RequestError
-from castline.runtime.client import EngineClient, Output
+from castline.runtime.client import EngineClient, Express, Output
 from castline.runtime.sampling_params import SamplingParams
 
 
@@ -46,17 +46,21 @@ class Job:
     writer: StreamWriter | AnswerWriter
 
 
-def run(engine: EngineClient, job: Job) -> AsyncGenerator[Output, None]:
+def run(engine: EngineClient, job: Job, express: Express | None = None) -> AsyncGenerator[Output, None]:
     """Outputs of all of the job's prompts; continuation i of prompt p has index ``p * n + i``.
+
+    Those of a single prompt may go to *express*; see EngineClient.generate.
 
     Raises what the engine raises for any of them, and then aborts the others; closing it aborts all.
     """
     if len(job.prompts) == 1:
-        return _generate(engine, job, 0)
+        return _generate(engine, job, 0, express)
     return _merged(engine, job)
 
 
-def _generate(engine: EngineClient, job: Job, prompt_index: int) -> AsyncGenerator[Output, None]:
+def _generate(
+    engine: EngineClient, job: Job, prompt_index: int, express: Express | None = None
+) -> AsyncGenerator[Output, None]:
     suffix = f"-{prompt_index}" if len(job.prompts) > 1 else ""
     outputs = engine.generate(
         job.prompts[prompt_index],
@@ -64,6 +68,7 @@ def _generate(engine: EngineClient, job: Job, prompt_index: int) -> AsyncGenerat
         request_id=job.request_id + suffix,
         add_special_tokens=job.add_special_tokens,
         cache_salt=job.cache_salt,
+        express=express,
     )
     return cast(AsyncGenerator[Output, None], outputs)
 

@@ -4,12 +4,12 @@ It also knows which requests wait for the engine right now, and can end them whe
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import cast
 
 from castline.engines.errors import ErrorCode, RequestError
-from castline.runtime.client import EngineClient, Health, Output, Stats
+from castline.runtime.client import EngineClient, Express, Health, Output, Stats
 from castline.runtime.sampling_params import SamplingParams
 from castline.server.metrics import Metrics, RequestMeter
 
@@ -41,6 +41,7 @@ class MeteredEngine(EngineClient):
         add_special_tokens: bool = True,
         timeout_s: float | None = None,
         cache_salt: str | None = None,
+        express: Express | None = None,
     ) -> AsyncIterator[Output]:
         meter = RequestMeter(self._metrics, params.n)
         error: BaseException | None = None
@@ -54,6 +55,7 @@ class MeteredEngine(EngineClient):
                 add_special_tokens=add_special_tokens,
                 timeout_s=timeout_s,
                 cache_salt=cache_salt,
+                express=None if express is None else _metered(express, meter),
             )
             async with aclosing(cast(AsyncGenerator[Output, None], outputs)):
                 while (output := await self._next(outputs)) is not None:
@@ -82,6 +84,9 @@ class MeteredEngine(EngineClient):
     def health(self) -> Health:
         return self._engine.health()
 
+    def watch_health(self, changed: Callable[[], None]) -> None:
+        self._engine.watch_health(changed)
+
     def stats(self) -> Stats:
         return self._engine.stats()
 
@@ -94,3 +99,13 @@ class MeteredEngine(EngineClient):
         self._draining = self._terminated = True
         for task in list(self._awaiting):
             task.cancel()
+
+
+def _metered(express: Express, meter: RequestMeter) -> Express:
+    def metered(output: Output) -> bool:
+        if not express(output):
+            return False
+        meter.observe(output)
+        return True
+
+    return metered

@@ -66,6 +66,10 @@ class _Choice:
         return CompletionChoice(output.index, output.text, logprobs, output.finish_reason, output.stop_reason)
 
 
+def plain_choice(output: Output) -> CompletionChoice:
+    return CompletionChoice(output.index, output.text, None, output.finish_reason, output.stop_reason)
+
+
 class _Choices:
     """All choices of a request. With echo, outputs that overtake their prompt's information wait for it."""
 
@@ -74,6 +78,8 @@ class _Choices:
         self._prompts = prompts
         self._n = n
         self._echo = echo
+        self.are_plain = not echo and not logprobs
+        """An output is one choice's, and all of it is its text."""
         self._logprobs = logprobs
         self._choices: dict[int, _Choice] = {}
         self._infos: dict[int, PromptInfo] = {}
@@ -81,6 +87,8 @@ class _Choices:
 
     def push(self, output: Output) -> list[CompletionChoice]:
         """What *output* adds, possibly to several choices."""
+        if self.are_plain:
+            return [plain_choice(output)]
         if not self._echo:
             return [self._choice(output.index).generated(output)]
         prompt_index = output.index // self._n
@@ -125,6 +133,8 @@ class CompletionStream(StreamWriter):
 
     def events(self, output: Output) -> bytes:
         self._usage.add(output)
+        if self._choices.are_plain:
+            return self._chunks.event(plain_choice(output)) if output.text or output.finish_reason else b""
         return b"".join(
             self._chunks.event(choice)
             for choice in self._choices.push(output)

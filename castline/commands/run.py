@@ -108,6 +108,7 @@ def command(
     loading = EngineProcess.load(plan, profiling)
     from castline.runtime.async_engine import AsyncEngine
     from castline.server.app import serve
+    from castline.server.event_loop import run
 
     def on_listening(endpoints: Endpoints) -> None:
         _print_plan(plan, name)
@@ -123,7 +124,7 @@ def command(
         return engine
 
     try:
-        asyncio.run(serve(open_engine, options, on_listening=on_listening, on_ready=on_ready))
+        run(serve(open_engine, options, on_listening=on_listening, on_ready=on_ready))
     finally:
         process, _ = loading
         process.kill()  # it has ended, unless the server could not begin

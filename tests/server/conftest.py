@@ -21,7 +21,7 @@ import pytest
 
 from castline.engines.errors import ErrorCode, RequestError
 from castline.engines.manifest import Host, Limits, Manifest, ModelFacts, Plugin, Precision, Tuning
-from castline.runtime.client import EffectiveLimits, Health, Output, Phase, PromptInfo, Stats
+from castline.runtime.client import EffectiveLimits, Express, Health, Output, Phase, PromptInfo, Stats
 from castline.runtime.events import FinishReason, TokenLogprobs
 from castline.runtime.sampling_params import SamplingParams
 from castline.server.app import Server
@@ -114,8 +114,12 @@ class FakeEngine:
         self.hold_after: int | None = None
         self.fail_after: int | None = None
         self.failure: Exception = RequestError("the step failed", code=ErrorCode.ENGINE_FAILED)
-        self.phase = Phase.READY
+        self._phase = Phase.READY
+        self._health_changed: Callable[[], object] = lambda: None
         self.hangs_in_drain = False
+        self.uses_express = True
+        self.num_express = 0
+        """Outputs that express took."""
         self.requests: list[dict[str, Any]] = []
         self.live: set[str] = set()
         self.num_steps = 0
@@ -134,22 +138,31 @@ class FakeEngine:
         add_special_tokens: bool = True,
         timeout_s: float | None = None,
         cache_salt: str | None = None,
+        express: Express | None = None,
     ) -> AsyncIterator[Output]:
         ids = (
             self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
         )
         self.requests.append({"ids": list(ids), "params": params, "timeout_s": timeout_s, "cache_salt": cache_salt})
-        return self._generate(tuple(ids), params, request_id, timeout_s)
+        return self._generate(tuple(ids), params, request_id, timeout_s, express)
 
     async def _generate(
-        self, ids: tuple[int, ...], params: SamplingParams, request_id: str, timeout_s: float | None
+        self,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        request_id: str,
+        timeout_s: float | None,
+        express: Express | None,
     ) -> AsyncIterator[Output]:
         self._validate(ids, params)
         self._note(self.live.add, request_id)
         try:
             async with asyncio.timeout(timeout_s):
                 async for output in self._outputs(ids, params):
-                    yield output
+                    if output.finish_reason is None and self.uses_express and express is not None and express(output):
+                        self.num_express += 1
+                    else:
+                        yield output
         except TimeoutError:
             raise RequestError("the deadline has passed", code=ErrorCode.DEADLINE_EXCEEDED) from None
         finally:
@@ -239,6 +252,19 @@ class FakeEngine:
         others = ((token_id + 1) % VOCAB_SIZE, (token_id + 2) % VOCAB_SIZE)
         ranked = ((token_id, -0.5), (others[0], -1.5), (others[1], -math.inf))
         return TokenLogprobs(token_id, -0.5, 1, ranked[:top])
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._phase = phase
+        self._health_changed()
+
+    def watch_health(self, changed: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._health_changed = lambda: loop.call_soon_threadsafe(changed)  # tests change the phase from theirs
 
     def health(self) -> Health:
         return Health(self.phase, str(self.phase))

@@ -14,6 +14,7 @@ from conftest import FakeEngine  # beside this file, which is run as a script
 from castline.engines.errors import EngineError
 from castline.runtime.client import EngineClient, Phase
 from castline.server.app import serve
+from castline.server.event_loop import run
 from castline.server.options import ServerOptions
 
 
@@ -46,6 +47,6 @@ async def main(options: dict[str, object]) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level="INFO")
     try:
-        asyncio.run(main(json.loads(sys.argv[1])))
+        run(main(json.loads(sys.argv[1])))
     except EngineError as error:
         sys.exit(f"castline: {error}")

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from castline.engines.errors import EngineError, ErrorCode, RequestError
+from castline.runtime.client import Phase
 from castline.server.proto import castline_pb2 as pb
 from castline.server.serving import MAX_MESSAGE_BYTES
 
@@ -236,6 +237,10 @@ def test_health_service_follows_readiness(start: Any, make_engine: Any) -> None:
             assert stub.Check(health_pb2.HealthCheckRequest(service=service)).status == status.NOT_SERVING
         assert refusal(app, prompt="a")[0] is grpc.StatusCode.UNAVAILABLE
         app.call(app.server.open(app.engine)).result(10)
+        assert next(watch).status == status.SERVING
+        app.engine.phase = Phase.STALLED
+        assert next(watch).status == status.NOT_SERVING
+        app.engine.phase = Phase.READY
         assert next(watch).status == status.SERVING
         for service in ("", SERVICE):
             assert stub.Check(health_pb2.HealthCheckRequest(service=service)).status == status.SERVING

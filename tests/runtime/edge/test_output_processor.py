@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from castline.engines.errors import EngineError, ErrorCode, RequestError
 from castline.runtime.client import Output
+from castline.runtime.detokenizer import Detokenizer
 from castline.runtime.events import Finish, FinishReason, SequenceEvent, TokenLogprobs
 from castline.runtime.output_processor import OutputProcessor, StepOutputs
 from castline.runtime.request import Request
@@ -89,6 +90,37 @@ def test_prompt_comes_even_without_a_token(words: Tokenizer) -> None:
     """The first event of index 0 carries it once; dropping that event for being empty would lose it for good."""
     step = processor_of(words).process([SequenceEvent("r", 0, cached_tokens=2)])
     assert [output.prompt and output.prompt.cached_tokens for _, output in step.outputs] == [2]
+
+
+def test_a_fault_ends_its_request_only(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception while the text of one request is made must neither reach the others nor repeat at each step."""
+    processor = processor_of(words, n=2)
+    processor.add(Request("good", PROMPT, SamplingParams()))
+    decode, bad = Detokenizer.push, ids_of(words, "!")[0]
+
+    def push(self: Detokenizer, token_id: int) -> str:
+        if token_id == bad:
+            raise UnicodeError("no such byte")
+        return decode(self, token_id)
+
+    monkeypatch.setattr(Detokenizer, "push", push)
+    step = processor.process([SequenceEvent("r", 0, (bad,)), SequenceEvent("good", 0, (70,)), SequenceEvent("r", 1)])
+    assert [name for name, _ in step.outputs] == ["good"]
+    ((name, error),) = step.failures
+    assert (name, str(error)) == ("r", "internal error: UnicodeError('no such byte')")
+    assert isinstance(error.__cause__, UnicodeError)
+    assert step.aborts == [("r", None)]
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_straight_path_gives_what_the_general_one_gives(words: Tokenizer, data: st.DataObject) -> None:
+    """Without stop strings the tokens go past the search for them: text and tokens of every event stay the same."""
+    ids = data.draw(st.lists(st.integers(0, words.vocab_size + 3), max_size=30))
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=30))
+    straight, _ = play(processor_of(words), ids, cuts)
+    general, _ = play(processor_of(words, stop=("\0 is in no text",)), ids, cuts)
+    assert straight == general
 
 
 # Stop strings

@@ -11,7 +11,7 @@ import pytest
 from castline.engines.errors import EngineError, ErrorCode, RequestError
 from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.client import Output, Phase
-from castline.runtime.events import FinishReason, SequenceEvent
+from castline.runtime.events import FinishReason
 from castline.runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -282,27 +282,66 @@ def test_a_broken_step_ends_its_request_only(scripted: Scripted) -> None:
     run(scenario)
 
 
-def test_a_fault_in_detokenising_ends_its_request_only(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception while text is made would otherwise close the link that serves all requests."""
+def test_a_fault_in_handing_over_ends_its_request_only(scripted: Scripted) -> None:
+    """An exception while an output is written would otherwise close the link that serves all requests."""
     made = scripted()
+
+    def faulty(output: Output) -> bool:
+        raise ValueError("cannot be written")
 
     async def scenario() -> None:
         engine = await made.start()
-        process = engine._processor.process
-
-        def faulty(events: list[SequenceEvent]) -> Any:
-            if any(event.request_id.startswith("bad") for event in events):
-                raise UnicodeError("no such byte")
-            return process(events)
-
-        monkeypatch.setattr(engine._processor, "process", faulty)
         bad, good = await asyncio.gather(
-            collect(engine, "bad", request_id="bad"), collect(engine, "good"), return_exceptions=True
+            collect(engine, "bad", express=faulty), collect(engine, "good"), return_exceptions=True
         )
         assert isinstance(bad, EngineError)
         assert not isinstance(good, BaseException)
         assert text_of(good) == made.text("good", 8)
         await settled(made, engine)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["taken", "refused"])
+def test_what_express_takes_does_not_come_again(scripted: Scripted, taken: bool) -> None:
+    """Every output goes one way, in order; the ones that end a continuation always go to the reader."""
+    made = scripted()
+    offered: list[Output] = []
+
+    def express(output: Output) -> bool:
+        offered.append(output)
+        return taken
+
+    async def scenario() -> None:
+        engine = await made.start()
+        read = await collect(engine, "both", replace(GREEDY, max_tokens=50, n=2), express=express)
+        assert offered
+        assert all(output.finish_reason is None for output in offered)
+        for index in range(2):
+            assert text_of([*offered, *read] if taken else read, index) == made.text("both", 50)
+        assert sum(output.finish_reason is not None for output in read) == 2
+        await settled(made, engine)
+
+    run(scenario)
+
+
+def test_express_never_overtakes_a_slow_reader(scripted: Scripted) -> None:
+    """While the reader is busy with an output, later ones wait behind it."""
+    made = scripted()
+    order: list[str] = []
+
+    def express(output: Output) -> bool:
+        order.append(output.text)
+        return True
+
+    async def scenario() -> None:
+        engine = await made.start()
+        async for output in stream(engine, "slow", replace(GREEDY, max_tokens=60), express=express):
+            steps = engine.stats().steps
+            order.append(output.text)
+            if output.finish_reason is None:
+                await until(lambda steps=steps: engine.stats().steps >= min(steps + 20, 55))
+        assert "".join(order) == made.text("slow", 60)
 
     run(scenario)
 
@@ -426,5 +465,56 @@ def test_not_ready_before_the_loop_says_so(scripted: Scripted) -> None:
         engine = AsyncEngine(made.manifest, made.limits, made.tokenizer)
         assert engine.health().phase is Phase.STARTING
         assert engine.stats().kv_blocks_total == 64
+
+    run(scenario)
+
+
+def test_who_watches_health_hears_of_every_change(scripted: Scripted) -> None:
+    """C51: without a poll, a change that is not told is never seen: a stalled engine would go on getting requests."""
+    made = scripted()
+    phases: list[Phase] = []
+
+    async def scenario() -> None:
+        engine = await made.start(stall_after_s=0.02)
+
+        def changed() -> None:
+            if engine.health().phase not in phases[-1:]:
+                phases.append(engine.health().phase)
+
+        engine.watch_health(changed)
+        made.executor.gate = Semaphore(0)
+        task = asyncio.create_task(collect(engine, "stuck"))
+        await until(lambda: phases == [Phase.STALLED])
+        made.open_gate()
+        await task
+        assert phases == [Phase.STALLED, Phase.READY]
+        made.executor.gate = Semaphore(0)
+        task = asyncio.create_task(collect(engine, "stuck again"))
+        await until(lambda: phases[2:] == [Phase.STALLED])
+        task.cancel()
+        await until(lambda: phases[3:] == [Phase.READY])
+        made.open_gate()
+        await engine.drain(0)
+        assert phases[4:] == [Phase.DRAINING]
+
+    run(scenario)
+
+
+def test_an_idle_engine_has_no_timer(scripted: Scripted) -> None:
+    """The watch for a stall, and the deadline, end with the last request: an idle process sleeps."""
+    made = scripted()
+
+    async def scenario() -> None:
+        engine = await made.start()
+        others = set(timers())
+        task = asyncio.create_task(collect(engine, "one", timeout_s=1000))
+        await until(lambda: bool(engine._live))
+        assert len(timers()) > len(others)
+        await task
+        await settled(made, engine)
+        assert set(timers()) == others
+
+    def timers() -> list[Any]:
+        return [t for t in cast(Any, asyncio.get_running_loop())._scheduled if not t.cancelled()]
 
     run(scenario)

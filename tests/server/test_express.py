@@ -1,0 +1,77 @@
+"""Outputs that are written to the connection as they come, past the task that reads the stream."""
+
+import re
+import time
+from typing import Any
+
+import pytest
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def streamed(app: Any, path: str, fields: dict[str, Any]) -> str:
+    """The body without what differs between two requests."""
+    reply = app.http.post(path, json={"stream": True, "max_tokens": None, **fields})
+    assert reply.headers["transfer-encoding"] == "chunked"
+    return re.sub(r'"id":"[^"]*"|"created":\d+', "", reply.text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 3},
+        {"stop": ["🙂"]},
+        {"stop": ["nothing like it", "ïve 🙂?"]},
+        {"max_tokens": 1},
+        {"stream_options": {"include_usage": True}},
+        {"logprobs": True, "top_logprobs": 1},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_both_ways_write_the_same(app: Any, path: str, fields: dict[str, Any]) -> None:
+    """Prevents chunks that are framed, counted or ordered in another way than those of a task."""
+    if path == "/v1/completions":
+        fields = {key: 1 if key == "logprobs" else value for key, value in fields.items() if key != "top_logprobs"}
+        fields = {"prompt": "ab", **fields}
+    else:
+        fields = {**CHAT, **fields}
+    fast = streamed(app, path, fields)
+    assert (app.engine.num_express > 0) == (fields.get("max_tokens") != 1)
+    app.engine.uses_express = False
+    assert streamed(app, path, fields) == fast
+
+
+def test_an_echoed_prompt_comes_first_both_ways(app: Any) -> None:
+    """Prevents the first tokens from overtaking the prompt that they follow."""
+    fields = {"prompt": "ab", "echo": True, "logprobs": 1, "n": 2}
+    fast = streamed(app, "/v1/completions", fields)
+    app.engine.uses_express = False
+    assert streamed(app, "/v1/completions", fields) == fast
+
+
+def test_what_is_written_at_once_is_counted_once(app: Any) -> None:
+    """Prevents token counts and intervals that miss the outputs no task has seen, or count them twice."""
+    app.http.post("/v1/completions", json={"prompt": "ab", "max_tokens": None, "stream": True})
+    assert app.engine.num_express > 0
+    tokens = len(app.engine.reply_ids)
+    found = app.http.get("/metrics").text
+    assert re.search(rf"inter_token_latency_seconds_count.* {tokens - 1}\.0\n", found)
+    assert re.search(rf"request_generation_tokens_sum.* {tokens}\.0\n", found)
+    assert re.search(r"time_to_first_token_seconds_count.* 1\.0\n", found)
+
+
+def test_an_idle_server_has_no_timer(app: Any) -> None:
+    """Prevents a server that wakes up for nothing, many times a second on a machine that does other work too."""
+    app.http.post("/v1/completions", json={"prompt": "ab", "stream": True})
+    app.http.close()
+    end = time.monotonic() + 60
+    while timers := [timer for timer in app.loop._scheduled if not timer.cancelled()]:
+        assert time.monotonic() < end, timers
+
+
+def test_every_answer_has_the_date(app: Any) -> None:
+    """Prevents a date that stands still because no timer moves it on."""
+    for path in ("/health/ready", "/nowhere"):
+        told = app.http.get(path).headers["date"]
+        assert abs(time.mktime(time.strptime(told, "%a, %d %b %Y %H:%M:%S GMT")) - time.mktime(time.gmtime())) < 60
