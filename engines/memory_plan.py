@@ -27,9 +27,9 @@ class MemoryPolicy:
 
 
 HOST_POLICY = MemoryPolicy(utilization=0.8, tokens_per_seq=256)
-"""A host's pool is reserved whole at the start, and becomes resident as its blocks are first used; with the prefix cache a
-server that is used long enough takes all of it. So the default holds what a full batch of short conversations fills
-beside a long one. --kv-blocks or --memory-utilization lift the bound."""
+"""A host's pool is reserved whole at the start, and becomes resident as its blocks are first used; with the prefix
+cache a server that is used long enough takes all of it. So the default holds what a full batch of short conversations
+fills beside a long one. --kv-blocks or --memory-utilization lift the bound."""
 
 
 def sku_policy(sku: Sku) -> MemoryPolicy:
