@@ -27,10 +27,9 @@ class MemoryPolicy:
 
 
 HOST_POLICY = MemoryPolicy(utilization=0.8, tokens_per_seq=256)
-"""Every page of a host's pool is touched before the engine is ready, so that no request pays for it: 0.1 s for 512 MiB
-of huge pages, and up to 0.8 s in a virtual machine that has to get them from its host first; and it stays resident. So
-the default holds what a full batch of short conversations fills beside a long one. --kv-blocks or --memory-utilization
-lift the bound, and the start takes what it takes."""
+"""A host's pool is reserved whole at the start, and becomes resident as its blocks are first used; with the prefix
+cache a server that is used long enough takes all of it. So the default holds what a full batch of short conversations
+fills beside a long one. --kv-blocks or --memory-utilization lift the bound."""
 
 
 def sku_policy(sku: Sku) -> MemoryPolicy:

@@ -37,7 +37,7 @@ PORT = click.IntRange(0, 65535)
     type=int,
     metavar="N",
     help="Exactly this many KV blocks.  [default: on CPUs one longest sequence and 256 tokens for each of the others, "
-    "on GPUs what is free]",
+    "on GPUs what is free]  On CPUs memory is taken as it is used, up to all of them.",
 )
 @click.option("--max-model-len", type=int, metavar="TOKENS", help="Prompt and answer together.")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Sequences computed at once.")
