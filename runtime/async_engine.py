@@ -52,13 +52,18 @@ class AsyncEngine:
         tokenizer: Tokenizer,
         *,
         stall_after_s: float = STALL_AFTER_S,
+        stream_interval: int = 1,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """*clock* must be the engine loop's: deadlines cross on it."""
+        """*clock* must be the engine loop's: deadlines cross on it.
+
+        A continuation's outputs have at least *stream_interval* tokens, but for the first and the last.
+        """
         self.manifest = manifest
         self.limits = limits
         self.tokenizer = tokenizer
         self._stall_after_s = stall_after_s
+        self._stream_interval = stream_interval
         self._stop_grace_s = STOP_GRACE_S
         self._clock = clock
         self._live: dict[str, LiveRequest] = {}
@@ -83,6 +88,7 @@ class AsyncEngine:
         plan: EnginePlan,
         *,
         stall_after_s: float = STALL_AFTER_S,
+        stream_interval: int = 1,
         profile: ProfileOptions | None = None,
         loading: tuple[EngineProcess, socket.socket] | None = None,
     ) -> "AsyncEngine":
@@ -97,7 +103,9 @@ class AsyncEngine:
             connection.close()
             process.kill()
             raise
-        engine = cls(plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s)
+        engine = cls(
+            plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s, stream_interval=stream_interval
+        )
         if profile is not None:
             engine._stop_grace_s = PROFILE_GRACE_S
         await engine.connect(connection, process)
@@ -260,7 +268,7 @@ class AsyncEngine:
         )
 
     def _add(self, request: Request, express: Express | None) -> LiveRequest:
-        live = LiveRequest(request.request_id, request.params.n, express)
+        live = LiveRequest(request.request_id, request.params.n, express, self._stream_interval)
         self._processor.add(request)
         if not self._live:
             self._last_progress = self._clock()

@@ -12,13 +12,19 @@ from castline.runtime.client import Express, Output
 class LiveRequest:
     """Filled as the engine reports, read by one task, both in one event loop."""
 
-    def __init__(self, request_id: str, n: int, express: Express | None = None) -> None:
+    def __init__(self, request_id: str, n: int, express: Express | None = None, interval: int = 1) -> None:
+        """The reader gets *interval* tokens of a continuation at once, but its first as soon as it is there."""
         self.request_id = request_id
         self.timer: asyncio.TimerHandle | None = None
         """Fires at the deadline."""
         self.num_unfinished = n
         """Continuations that have no finish reason yet."""
         self._express = express
+        self._interval = interval
+        self._begun: set[int] = set()
+        """Continuations whose first token has gone to the reader."""
+        self._gathered: dict[int, Output] = {}
+        """Too few tokens yet."""
         self._unread: dict[int, Output] = {}
         self._error: CastlineError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -30,6 +36,24 @@ class LiveRequest:
 
     def keep(self, output: Output) -> None:
         """New output for the reader. Raises what *express* raises."""
+        if self._interval == 1:
+            self._hand_over(output)
+        elif (whole := self._gather(output)) is not None:
+            self._hand_over(whole)
+
+    def _gather(self, output: Output) -> Output | None:
+        """What the reader is to get now, together with what was too little before."""
+        index = output.index
+        if index in self._gathered:
+            output = merge(self._gathered.pop(index), output)
+        if index in self._begun and len(output.token_ids) < self._interval and output.finish_reason is None:
+            self._gathered[index] = output
+            return None
+        if output.token_ids:
+            self._begun.add(index)
+        return output
+
+    def _hand_over(self, output: Output) -> None:
         if output.finish_reason is not None:
             self.num_unfinished -= 1
         elif self._express is not None and self._reader_waits and not self._unread and self._express(output):
@@ -40,6 +64,9 @@ class LiveRequest:
 
     def fail(self, error: CastlineError) -> None:
         """The reader gets what there is, then *error*."""
+        for index, output in self._gathered.items():
+            self._unread[index] = merge(self._unread[index], output) if index in self._unread else output
+        self._gathered.clear()
         self._error = error
         self._wake()
 

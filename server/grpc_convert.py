@@ -101,8 +101,9 @@ class ResponseWriter:
             text=output.text,
             token_ids=output.token_ids,
             request_id=self._request_id,
-            logprobs=[self._entry(entry) for entry in output.logprobs or ()],
         )
+        if output.logprobs:
+            message.logprobs.extend([self._entry(entry) for entry in output.logprobs])
         self._usage.completion_tokens += len(output.token_ids)
         if output.prompt is not None:
             message.prompt.CopyFrom(self._prompt(output.prompt))

@@ -12,6 +12,8 @@ class ServerOptions:
     model_name: str | None = None
     """None: the name in the manifest."""
     drain_timeout_s: float = 30.0
+    stream_interval: int = 1
+    """Tokens of a streamed message; the first and the last may have fewer."""
 
 
 @dataclass(frozen=True, slots=True)

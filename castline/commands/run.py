@@ -65,6 +65,14 @@ PORT = click.IntRange(0, 65535)
     metavar="SECONDS",
     help="What running requests get to finish after SIGTERM or Ctrl-C.",
 )
+@click.option(
+    "--stream-interval",
+    type=click.IntRange(min=1),
+    default=SERVER.stream_interval,
+    show_default=True,
+    metavar="N",
+    help="Tokens of a streamed message; the first token goes at once. More cost the server less.",
+)
 @click.option("--allow-unverified", is_flag=True, help="Serve an engine that did not pass its parity check.")
 @click.option("--verify-files", is_flag=True, help="Hash every file of the engine first.")
 @click.option(
@@ -90,6 +98,7 @@ def command(
     http_port: int,
     grpc_port: int,
     drain_timeout: float,
+    stream_interval: int,
     profile: Path | None,
     profile_steps: int,
     log_level: str,
@@ -100,7 +109,7 @@ def command(
     _configure_logging(log_level)
     plan = plan_engine(repository, LoadOptions(**load))
     name = served_model_name or _model_name(plan)
-    options = ServerOptions(host, http_port, grpc_port, name, drain_timeout)
+    options = ServerOptions(host, http_port, grpc_port, name, drain_timeout, stream_interval)
     profiling = None if profile is None else ProfileOptions.into(profile, profile_steps)
     # Here, so that help and a refused engine answer at once; and the engine loads while the server is imported.
     from castline.runtime.engine_link import EngineProcess
@@ -118,7 +127,9 @@ def command(
         click.echo(f"ready in {perf_counter() - begin:.2f} s: {endpoints.http}/v1 {endpoints.grpc}")
 
     async def open_engine() -> AsyncEngine:
-        engine = await AsyncEngine.start(plan, profile=profiling, loading=loading)
+        engine = await AsyncEngine.start(
+            plan, stream_interval=options.stream_interval, profile=profiling, loading=loading
+        )
         if profiling is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.start_profile)
         return engine

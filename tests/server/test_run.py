@@ -50,7 +50,10 @@ class Calls:
         asked: list[ProfileOptions | None] = []
         engine = Mock()
 
-        async def start(plan: EnginePlan, *, profile: ProfileOptions | None, loading: Any) -> Mock:
+        async def start(
+            plan: EnginePlan, *, stream_interval: int, profile: ProfileOptions | None, loading: Any
+        ) -> Mock:
+            assert stream_interval == self.server.stream_interval
             assert self.loaded == (plan, profile), "the process that was started loads the same"
             assert loading is self.loading
             asked.append(profile)
@@ -110,14 +113,18 @@ def test_every_loading_option_reaches_the_loader(calls: Calls) -> None:
 def test_serving_options_reach_the_server(calls: Calls) -> None:
     """Prevents a port or a name that is accepted and ignored."""
     invoke(
-        "--host", "0.0.0.0", "--http-port", "1", "--grpc-port", "2", "--served-model-name", "x", "--drain-timeout", "3"
+        *("--host", "0.0.0.0", "--http-port", "1", "--grpc-port", "2", "--served-model-name", "x"),
+        *("--drain-timeout", "3", "--stream-interval", "7"),
     )
-    assert calls.server == ServerOptions("0.0.0.0", 1, 2, "x", 3.0)
+    assert calls.server == ServerOptions("0.0.0.0", 1, 2, "x", 3.0, 7)
+    calls.profile()
     invoke()
     assert calls.server == ServerOptions(model_name="tiny")
 
 
-@pytest.mark.parametrize("option", [("--http-port", "65536"), ("--grpc-port", "-1"), ("--drain-timeout", "-1")])
+@pytest.mark.parametrize(
+    "option", [("--http-port", "65536"), ("--grpc-port", "-1"), ("--drain-timeout", "-1"), ("--stream-interval", "0")]
+)
 def test_impossible_values_are_refused(calls: Calls, option: tuple[str, str]) -> None:
     """Prevents a traceback from deep inside a socket."""
     result = CliRunner().invoke(run.command, ["models", *option])

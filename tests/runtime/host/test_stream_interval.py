@@ -1,0 +1,108 @@
+"""Fewer messages with more tokens each: through the real server, over both transports, and at the edges."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from threading import Semaphore
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from castline.engines.errors import EngineError
+from castline.runtime.client import Output
+from castline.runtime.events import FinishReason
+from castline.runtime.live_request import LiveRequest
+from castline.server.app import Server
+from castline.server.options import ServerOptions
+from castline.server.proto import castline_pb2 as pb
+from castline.server.proto import castline_pb2_grpc
+
+
+async def http_texts(server: Server) -> AsyncIterator[str]:
+    body = {"prompt": "ab", "max_tokens": 11, "temperature": 0, "ignore_eos": True, "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=server.endpoints.http, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=body) as reply,
+    ):
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+
+
+async def grpc_texts(server: Server) -> AsyncIterator[str]:
+    params = pb.SamplingParams(max_tokens=11, temperature=0, ignore_eos=True)
+    async with grpc.aio.insecure_channel(server.endpoints.grpc.removeprefix("grpc://")) as channel:
+        call = castline_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(prompt="ab", params=params))
+        async for message in call:
+            yield message.text
+
+
+@pytest.mark.parametrize("texts", [http_texts, grpc_texts])
+@pytest.mark.parametrize("interval", [1, 4])
+def test_messages_have_that_many_tokens(scripted: Callable[..., Any], texts: Any, interval: int) -> None:
+    """Prevents an option that a transport ignores, that loses text, or that delays the first token."""
+    made = scripted()
+    parts: list[str] = []
+
+    async def scenario() -> None:
+        engine = await made.start(stream_interval=interval)
+        made.executor.gate = Semaphore(3)
+        server = Server(ServerOptions(http_port=0, grpc_port=0))
+        await server.listen()
+        await server.open(engine)
+        async for text in texts(server):
+            parts.append(text)
+            if len(parts) == 1:
+                made.open_gate()
+        await server.drain()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert "".join(parts) == made.text("ab", 11)
+    assert len(parts[0]) <= 3, "the first token does not wait for the interval"
+    assert all(len(part) >= interval for part in parts[1:-1])  # a reader that is late gets more
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_gathering_changes_the_cuts_only(data: st.DataObject) -> None:
+    """Continuations must not mix, and neither an end nor an error may leave tokens behind."""
+    interval = data.draw(st.integers(1, 5))
+    events = data.draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3)), max_size=20))
+    fails = data.draw(st.booleans())
+    live = LiveRequest("r", 2, None, interval)
+    sent: dict[int, list[int]] = {0: [], 1: []}
+    read: list[Output] = []
+
+    async def scenario() -> None:
+        for place, (index, count) in enumerate(events):
+            tokens = tuple(range(100 * place, 100 * place + count))
+            sent[index] += tokens
+            live.keep(Output(index, "x" * count, tokens))
+            if live._unread:
+                read.append(await some(live))
+        if fails:
+            live.fail(EngineError("why"))
+        else:
+            for index in sent:
+                live.keep(Output(index, "", (), finish_reason=FinishReason.LENGTH))
+        with pytest.raises(EngineError) if fails else pytest.raises(StopAsyncIteration):
+            while True:
+                read.append(await some(live))
+
+    async def some(live: LiveRequest) -> Output:
+        output = await live.next()
+        if output is None:
+            raise StopAsyncIteration
+        return output
+
+    asyncio.run(scenario())
+    for index, tokens in sent.items():
+        parts = [output.token_ids for output in read if output.index == index]
+        assert [token for part in parts for token in part] == tokens
+        with_tokens = [part for part in parts if part]
+        assert all(len(part) >= interval for part in with_tokens[1:-1])
