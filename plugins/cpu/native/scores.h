@@ -46,7 +46,7 @@ CASTLINE_INLINE void load_beside(const uint8_t* p, Vec* out) {
   }
 }
 
-// Fetches the lines of Bytes bytes at *p*, or the one that p is in where it begins there: what is read a block later.
+// Fetches the cache lines of Bytes bytes at *p*. Bytes is a multiple of 64, or less: then p's line.
 template <int Bytes>
 CASTLINE_INLINE void fetch_ahead(const uint8_t* p) {
   #pragma GCC unroll 8
