@@ -27,8 +27,8 @@ def test_plan_builds_with_a_plugin_in_every_layer(
 ) -> None:
     """The whole point of the target: a real plan from a machine with no GPU, and no layer that fell back to anything.
 
-    From 8.9 on with e4m3 matmuls; before, with 4-bit weights. `test_demo` builds for 8.6 and 12.0, and for these two in
-    other formats."""
+    From 8.9 on with e4m3 matmuls; before, with 4-bit weights. `test_demo` builds for 8.6 and 12.0 besides, and
+    checks the same."""
     model = fused("llama").copy()
     names = [str(node.name) for node in e4m3_matmuls(model)]
     if capability == "8.9":
