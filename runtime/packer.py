@@ -12,6 +12,8 @@ from castline.plugins.contract import StepTensors
 from castline.runtime.batch import StepBatch, block_table, pack
 from castline.runtime.plan import ScheduledSequence, StepPlan
 
+Pair = tuple[list[int], list[int]]
+
 
 class StepPacker:
     """Not thread-safe."""
@@ -22,7 +24,12 @@ class StepPacker:
 
     def pack(self, plan: StepPlan) -> StepBatch:
         """As `castline.runtime.batch.pack`. Valid until the next call."""
-        seq_ids, tokens, starts, slots, tables = [], [], [], [], []
+        seq_ids: list[int] = []
+        tokens: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        slots: list[int] = []
+        tables: list[tuple[int, ...]] = []
         size = self._block_size
         for part in plan.scheduled:
             token_ids, start, table = part.token_ids, part.start, part.block_ids
@@ -31,12 +38,13 @@ class StepPacker:
             seq_ids.append(part.seq_id)
             tokens.append(token_ids[0])
             starts.append(start)
+            ends.append(start + 1)
             slots.append(table[start // size] * size + start % size)
             tables.append(table)
         decodes = self._decodes
         if decodes is None or not decodes.fits(seq_ids, tables):
             decodes = self._decodes = _Decodes(seq_ids, plan.scheduled)
-        decodes.write(tokens, starts, slots, tables)
+        decodes.write((tokens, starts), (slots, ends), tables)
         return decodes.batch
 
 
@@ -45,15 +53,17 @@ class _Decodes:
 
     def __init__(self, seq_ids: list[int], parts: Sequence[ScheduledSequence]) -> None:
         count = len(parts)
+        self._ids_positions = np.empty((2, count), np.int64)
+        self._slots_lens = np.empty((2, count), np.int32)
         self._seq_ids = seq_ids
         self._tables = [part.block_ids for part in parts]
         self._width = max(map(len, self._tables))
         tensors = StepTensors(
-            input_ids=np.empty(count, np.int64),
-            positions=np.empty(count, np.int64),
-            slot_mapping=np.empty(count, np.int32),
+            input_ids=self._ids_positions[0],
+            positions=self._ids_positions[1],
+            slot_mapping=self._slots_lens[0],
             cu_query_lens=np.arange(count + 1, dtype=np.int32),
-            kv_lens=np.empty(count, np.int32),
+            kv_lens=self._slots_lens[1],
             block_table=block_table(self._tables),
             logits_indices=np.arange(count, dtype=np.int64),
         )
@@ -65,15 +75,13 @@ class _Decodes:
             return False
         return tables == self._tables or max(map(len, tables)) == self._width
 
-    def write(self, tokens: list[int], starts: list[int], slots: list[int], tables: list[tuple[int, ...]]) -> None:
-        tensors = self.batch.tensors
-        tensors.input_ids[:] = tokens
-        tensors.positions[:] = starts
-        np.add(tensors.positions, 1, out=tensors.kv_lens, casting="same_kind")
-        tensors.slot_mapping[:] = slots
+    def write(self, ids_positions: Pair, slots_lens: Pair, tables: list[tuple[int, ...]]) -> None:
+        self._ids_positions[:] = ids_positions
+        self._slots_lens[:] = slots_lens
         if tables != self._tables:  # most are the same objects, which is soon seen
+            rows = self.batch.tensors.block_table
             for row, (table, last) in enumerate(zip(tables, self._tables, strict=True)):
                 if table is not last:
-                    tensors.block_table[row, : len(table)] = table
-                    tensors.block_table[row, len(table) :] = 0
+                    rows[row, : len(table)] = table
+                    rows[row, len(table) :] = 0
             self._tables = tables

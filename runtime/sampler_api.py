@@ -1,9 +1,9 @@
 """The sampler as the engine core sees it. Implemented in castline.runtime.sampler."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,8 +15,7 @@ UNSOUND_LOGITS: Final = "the step gave NaN or infinite logits"
 """Why a row that no option touches has no token."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleResult:
+class SampleResult(msgspec.Struct, frozen=True):
     token_ids: NDArray[np.int64]
     """[R]"""
     logprobs: list[TokenLogprobs | None]

@@ -4,9 +4,9 @@ castline.runtime.host_runner samples on the host. Where the device does, castlin
 two parts, and castline.runtime.run_ahead begins the next step before it ends the last.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,8 +19,7 @@ from castline.runtime.sequence import Sequence
 from castline.runtime.step_sampler import StepSamples
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     samples: StepSamples
     prompt_logprobs: list[tuple[PromptRows, list[TokenLogprobs]]]
     """Of prompt tokens ``rows.start + 1 ..``, as far as the rows reach."""

@@ -8,8 +8,8 @@ after the first wrong guess is never looked at.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,20 +22,18 @@ Logits = NDArray[np.float32]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class StepSamples:
+class StepSamples(msgspec.Struct):
     """By seq_id."""
 
-    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = msgspec.field(default_factory=dict)
     """At least one for each sequence that samples, unless it is broken."""
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     """One for each token, of the sequences that asked."""
-    broken: dict[int, BrokenLogits] = field(default_factory=dict)
+    broken: dict[int, BrokenLogits] = msgspec.field(default_factory=dict)
     """Sequences that cannot have another token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True):
     """Rows of logits [R, V], and their maxima [R, blocks] where the executor gives them."""
 
     logits: Logits

@@ -61,7 +61,9 @@ class RowDraws:
         if maxima is not None:
             assert maxima.dtype == np.float32, maxima.dtype
             assert maxima.shape == (len(logits), -(-vocab // MAXIMA_BLOCK)), maxima.shape
-        self._read = tuple(None if array is None else np.ascontiguousarray(array) for array in (logits, choices, maxima))
+        self._read = tuple(
+            None if array is None else np.ascontiguousarray(array) for array in (logits, choices, maxima)
+        )
         same = all(array is None or array.flags.c_contiguous for array in (logits, choices, maxima))
         self._given = (logits, choices, maxima) if same else (None, None, None)  # a copy is made each time
         if len(self._tokens) != len(choices):

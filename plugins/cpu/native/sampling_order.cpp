@@ -13,11 +13,11 @@ constexpr int kSampledBlocks = 16;     // one block of so many is in the sample
 constexpr int kFewestToSample = 8192;  // tokens
 constexpr int kGuesses = 4;
 constexpr int kGuessSteps = 10;
-constexpr double kMargin = 0.004;  // of a guess, as a share of the weight of all
-constexpr int kFirstSplits = 16;   // of the range of all tokens, at most
-constexpr int kMostAside = 2048;   // tokens
-constexpr int kFew = 64;    // tokens that are sorted
-constexpr int kSplits = 6;  // of a range, before the tokens outside it are put aside
+constexpr double kMargin = 0.004;      // of a guess, as a share of the weight of all
+constexpr int kFirstSplits = 16;       // of the range of all tokens, at most
+constexpr int kMostAside = 2048;       // tokens
+constexpr int kFew = 64;               // tokens that are sorted
+constexpr int kSplits = 6;             // of a range, before the tokens outside it are put aside
 constexpr double kLeastLog2 = -63.99;  // of a weight: less counts as none, as it does in the sums
 
 float middle(float low, float high) { return static_cast<float>((static_cast<double>(low) + high) / 2); }
@@ -40,7 +40,7 @@ void LikelihoodOrder::start(const SamplingKernels* kernels, const float* row, co
   kernels_ = kernels;
   all_ = {row, weights, vocab};
   peak_ = peak;
-  const double least = choice.min_p > 0 ? std::max(kLeastLog2 * M_LN2, log(choice.min_p)) : kLeastLog2 * M_LN2;
+  const double least = std::max(kLeastLog2 * M_LN2, log(choice.min_p));  // log(0) is -infinity
   lowest_ = static_cast<float>(std::max<double>(-FLT_MAX, peak + choice.temperature * least));
   total_ = sum_from(all_, lowest_);
   sample();

@@ -89,6 +89,32 @@ def test_equals_the_reference(isa: str, seed: int, vocab: int, distinct: int, sc
         assert token == other or is_between(row, choice, (token, other)), (isa, choice, token, other)
 
 
+@pytest.mark.parametrize("vocab", [8191, 20_000])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 2.5, 6.0])
+def test_a_wide_nucleus_equals_the_reference(isa: str, scale: float, vocab: int) -> None:
+    """Thousands of tokens are kept, which nobody puts in order: of ties the right one, at both ends of the uniform, and
+    where a sample of the row knows nothing of its weight, because a few tokens or one stretch of them has it all."""
+    rng = np.random.default_rng(vocab)
+    rows = 30
+    logits = (rng.standard_normal((rows, vocab)) * scale).astype(np.float32)
+    logits[5:10] = np.round(logits[5:10] * 2) / 2  # a few levels, each of thousands of equal tokens
+    logits[10:15, 70:1500] += np.float32(2 * scale)
+    logits[15:20, rng.integers(0, vocab, 9)] += np.float32(3 * scale)
+    logits[20:25, rng.random(vocab) < 0.7] = -np.inf
+    choices = np.zeros(rows, sampling.CHOICE)
+    choices["row"] = np.arange(rows)
+    choices["temperature"] = rng.choice([0.8, 1.0, 2.0], rows)
+    choices["top_p"] = rng.choice([0.5, 0.95, 0.9999, 1.0], rows)
+    choices["min_p"] = np.where(choices["top_p"] == 1, 1e-3, rng.choice([0, 0, 0.01], rows))
+    for uniform in (0.0, 1 - 2**-53, *rng.random(4)):
+        choices["uniform"] = uniform
+        expected = reference.draw_rows(logits, choices)
+        tokens = sampling.draw_rows(logits, choices)
+        for choice, token, other in zip(choices, tokens.tolist(), expected.tolist(), strict=True):
+            row = logits[choice["row"]]
+            assert token == other or is_between(row, choice, (token, other)), (isa, choice, token, other)
+
+
 @pytest.mark.parametrize("place", [0, 70, 299])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_broken_row_has_no_token(isa: str, bad: float, place: int) -> None:
