@@ -13,7 +13,7 @@ from benchmarks.errors import Unavailable
 from benchmarks.quality import Quality
 from benchmarks.sessions import HttpSession
 from benchmarks.settings import ROOT
-from benchmarks.systems.base import System, sum_of_mib
+from benchmarks.systems.base import System
 from castline.engines.manifest import MANIFEST_NAME, Manifest, read_manifest
 
 CASTLINE = [sys.executable, "-m", "castline"]
@@ -80,9 +80,6 @@ class Castline(System):
 
     def model_files(self) -> list[Path]:
         return [path for path in self.bundle.iterdir() if path.is_file()]
-
-    def kv_pool_bytes(self, log: str) -> int | None:
-        return sum_of_mib(r"KV cache: [\d,]+ blocks of \d+ tokens \(([\d.]+) MiB\)", log)
 
     def _options(self) -> list[str]:
         return [SPECULATION, self.variant] if has_speculation() else []
