@@ -57,7 +57,8 @@ class RowDraws:
         self, logits: NDArray[np.float32], choices: NDArray[Any], maxima: NDArray[np.float32] | None
     ) -> Callable[[], int]:
         vocab = logits.shape[1]
-        assert (logits.dtype, choices.dtype) == (np.float32, CHOICE), (logits.dtype, choices.dtype)
+        assert logits.dtype == np.float32, logits.dtype
+        assert choices.dtype == CHOICE, choices.dtype
         if maxima is not None:
             assert maxima.dtype == np.float32, maxima.dtype
             assert maxima.shape == (len(logits), -(-vocab // MAXIMA_BLOCK)), maxima.shape
