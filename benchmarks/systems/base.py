@@ -1,6 +1,5 @@
 """What the runner asks of a system."""
 
-import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,9 +93,3 @@ def driver_command(python: str, module: str, *arguments: str) -> list[str]:
 def thread_environment() -> dict[str, str]:
     """For libraries that size their pools by the environment."""
     return {"OMP_NUM_THREADS": str(num_threads()), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def sum_of_mib(pattern: str, log: str) -> int | None:
-    """Bytes of all sizes in MiB that *pattern* finds."""
-    sizes = [float(size) for size in re.findall(pattern, log)]
-    return int(sum(sizes) * 2**20) if sizes else None
