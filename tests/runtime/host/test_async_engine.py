@@ -509,9 +509,11 @@ def test_an_idle_engine_has_no_timer(scripted: Scripted) -> None:
     async def scenario() -> None:
         engine = await made.start()
         others = set(timers())
+        made.executor.gate = Semaphore(0)
         task = asyncio.create_task(collect(engine, "one", timeout_s=1000))
         await until(lambda: bool(engine._live))
         assert len(timers()) > len(others)
+        made.open_gate()
         await task
         await settled(made, engine)
         assert set(timers()) == others
