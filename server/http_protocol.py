@@ -15,11 +15,6 @@ _EXTENSION = "castline.connection"
 class Connection(HttpToolsProtocol):
     """Once a chunked answer has started with an ASGI message, its chunks may be written here, without a task."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._is_slow = False
-        """More waits to be sent than the transport wants to hold."""
-
     def data_received(self, data: bytes) -> None:
         """The date is told when somebody asks, by no timer."""
         self.server_state.default_headers = _date_header(int(time()))
@@ -30,18 +25,10 @@ class Connection(HttpToolsProtocol):
         extensions: dict[str, Any] = {_EXTENSION: self}
         self.scope["extensions"] = extensions
 
-    def pause_writing(self) -> None:
-        self._is_slow = True
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        self._is_slow = False
-        super().resume_writing()
-
     @property
     def can_write(self) -> bool:
         """False where an ASGI message would have to wait, or would go nowhere."""
-        return not self._is_slow and not self.transport.is_closing()
+        return not self.flow.write_paused and not self.transport.is_closing()
 
     def write_chunk(self, body: bytes) -> None:
         """As an ASGI message with ``more_body``. *body* is not empty."""

@@ -66,7 +66,7 @@ class _Choice:
         return CompletionChoice(output.index, output.text, logprobs, output.finish_reason, output.stop_reason)
 
 
-def plain_choice(output: Output) -> CompletionChoice:
+def _plain_choice(output: Output) -> CompletionChoice:
     return CompletionChoice(output.index, output.text, None, output.finish_reason, output.stop_reason)
 
 
@@ -87,8 +87,6 @@ class _Choices:
 
     def push(self, output: Output) -> list[CompletionChoice]:
         """What *output* adds, possibly to several choices."""
-        if self.are_plain:
-            return [plain_choice(output)]
         if not self._echo:
             return [self._choice(output.index).generated(output)]
         prompt_index = output.index // self._n
@@ -134,7 +132,7 @@ class CompletionStream(StreamWriter):
     def events(self, output: Output) -> bytes:
         self._usage.add(output)
         if self._choices.are_plain:
-            return self._chunks.event(plain_choice(output)) if output.text or output.finish_reason else b""
+            return self._chunks.event(_plain_choice(output)) if output.text or output.finish_reason else b""
         return b"".join(
             self._chunks.event(choice)
             for choice in self._choices.push(output)
