@@ -23,6 +23,7 @@ from castline.runtime.output_processor import OutputProcessor
 from castline.runtime.request import Request
 from castline.runtime.resolve import resolve_params
 from castline.runtime.sampling_params import SamplingParams
+from castline.runtime.stall_watch import StallWatch
 from castline.runtime.step_profile import ProfileOptions
 from castline.runtime.tokenizer import Tokenizer, load_tokenizer
 from castline.runtime.validation import validate_prompt
@@ -62,7 +63,6 @@ class AsyncEngine:
         self.manifest = manifest
         self.limits = limits
         self.tokenizer = tokenizer
-        self._stall_after_s = stall_after_s
         self._stream_interval = stream_interval
         self._stop_grace_s = STOP_GRACE_S
         self._clock = clock
@@ -70,10 +70,8 @@ class AsyncEngine:
         self._processor = OutputProcessor(tokenizer)
         self._ids = itertools.count()
         self._stats = Stats(kv_blocks_total=limits.num_blocks)
-        self._last_progress = clock()
-        self._stall_timer: asyncio.TimerHandle | None = None
-        """Set while requests are live, until they stall."""
         self._health_changed: Callable[[], None] = _nobody_watches
+        self._stall = StallWatch(stall_after_s, clock, lambda: self._health_changed())
         self._link: EngineLink | None = None
         self._process: EngineProcess | None = None
         self._ready = asyncio.Event()
@@ -161,11 +159,9 @@ class AsyncEngine:
             return Health(Phase.DRAINING, f"draining: {len(self._live)} requests finish, new ones are refused")
         if not self._ready.is_set():
             return Health(Phase.STARTING, "starting: the engine is loading")
-        idle_s = self._clock() - self._last_progress
-        if self._live and idle_s >= self._stall_after_s:
-            return Health(
-                Phase.STALLED, f"stalled: no step has completed for {idle_s:.0f} s with {len(self._live)} requests live"
-            )
+        if self._stall.stalled:
+            idle = f"stalled: no step has completed for {self._stall.idle_s:.0f} s with {len(self._live)} requests live"
+            return Health(Phase.STALLED, idle)
         return Health(Phase.READY, "ready")
 
     def watch_health(self, changed: Callable[[], None]) -> None:
@@ -210,10 +206,7 @@ class AsyncEngine:
         match report:
             case StepDone(events, stats):
                 self._stats = stats or self._stats
-                self._last_progress = self._clock()
-                if self._live and self._stall_timer is None:
-                    self._watch_progress()
-                    self._health_changed()
+                self._stall.progressed()
                 self._deliver(events)
             case Ready():
                 self._ready.set()
@@ -271,9 +264,8 @@ class AsyncEngine:
         live = LiveRequest(request.request_id, request.params.n, express, self._stream_interval)
         self._processor.add(request)
         if not self._live:
-            self._last_progress = self._clock()
             self._all_ended.clear()
-            self._watch_progress()
+            self._stall.begin()
         self._live[request.request_id] = live
         if request.deadline is not None:
             live.timer = asyncio.get_running_loop().call_later(
@@ -319,25 +311,8 @@ class AsyncEngine:
         known = self._live.pop(live.request_id, None) is not None
         if known and not self._live:
             self._all_ended.set()
-            self._stop_watching_progress()
+            self._stall.end()
         return known
-
-    def _watch_progress(self) -> None:
-        """Looks again when the requests will have stalled, if no step completes before."""
-        left_s = self._stall_after_s - (self._clock() - self._last_progress)
-        if left_s > 0:
-            self._stall_timer = asyncio.get_running_loop().call_later(left_s, self._watch_progress)
-        else:
-            self._stall_timer = None
-            self._health_changed()
-
-    def _stop_watching_progress(self) -> None:
-        """Nothing is live: no timer wakes an idle server, and what had stalled has not any more."""
-        if self._stall_timer is None:
-            self._health_changed()
-        else:
-            self._stall_timer.cancel()
-            self._stall_timer = None
 
     def _fail(self, reason: str) -> None:
         """The first reason stays: a process that reports a failure also goes away."""
