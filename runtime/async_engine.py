@@ -5,7 +5,6 @@ finished, or one error. What the engine still says of a request that is no longe
 """
 
 import asyncio
-import itertools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,23 +13,20 @@ from typing import Final
 
 from castline.engines.errors import CastlineError, EngineError, ErrorCode, RequestError
 from castline.engines.manifest import Manifest
+from castline.runtime.arrival_gate import ArrivalGate
 from castline.runtime.client import EffectiveLimits, Express, Health, Output, Phase, Stats
 from castline.runtime.engine_link import EngineLink, EngineProcess
 from castline.runtime.events import SequenceEvent
+from castline.runtime.intake import Intake
 from castline.runtime.live_request import LiveRequest
 from castline.runtime.loader import EnginePlan
 from castline.runtime.output_processor import OutputProcessor
 from castline.runtime.request import Request
-from castline.runtime.resolve import resolve_params
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.stall_watch import StallWatch
 from castline.runtime.step_profile import ProfileOptions
 from castline.runtime.tokenizer import Tokenizer, load_tokenizer
-from castline.runtime.validation import validate_prompt
 from castline.runtime.wire import Abort, Add, Command, Failed, Profile, Ready, Report, StepDone, Stop
-
-LONG_TEXT_CHARS: Final = 4096
-"""Longer prompts are encoded in a thread: a megabyte takes about a second, and other requests stream meanwhile."""
 
 STOP_GRACE_S: Final = 0.5
 """What a step in flight may take to end after Stop; then the engine process, which has nothing to save, is killed."""
@@ -68,11 +64,12 @@ class AsyncEngine:
         self._clock = clock
         self._live: dict[str, LiveRequest] = {}
         self._processor = OutputProcessor(tokenizer)
-        self._ids = itertools.count()
+        self._intake = Intake(tokenizer, manifest.model.vocab_size, limits, clock)
         self._stats = Stats(kv_blocks_total=limits.num_blocks)
         self._health_changed: Callable[[], None] = _nobody_watches
         self._stall = StallWatch(stall_after_s, clock, lambda: self._health_changed())
         self._link: EngineLink | None = None
+        self._gate: ArrivalGate | None = None
         self._process: EngineProcess | None = None
         self._ready = asyncio.Event()
         self._all_ended = asyncio.Event()
@@ -114,6 +111,7 @@ class AsyncEngine:
         self._process = process
         exit_reason = process.exit_reason if process is not None else lambda: "the engine loop is gone"
         self._link = await EngineLink.connect(connection, self, exit_reason)
+        self._gate = ArrivalGate(self._link.send, self.limits.max_num_batched_tokens)
         try:
             await self._ready.wait()
             if self._failure is not None:
@@ -142,9 +140,9 @@ class AsyncEngine:
         """See EngineClient. *request_id* need not be unique."""
         deadline = None if timeout_s is None else self._clock() + timeout_s
         self._check_accepting()
-        token_ids = await self._encode(prompt, add_special_tokens)
+        token_ids = await self._intake.encode(prompt, add_special_tokens)
         self._check_accepting()
-        request = self._resolve(request_id, token_ids, params, deadline, cache_salt)
+        request = self._intake.request(request_id, token_ids, params, deadline, cache_salt)
         live = self._add(request, express)
         try:
             while (output := await live.next()) is not None:
@@ -233,37 +231,11 @@ class AsyncEngine:
                 code=ErrorCode.OVERLOADED,
             )
 
-    async def _encode(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if len(prompt) <= LONG_TEXT_CHARS:
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
-
-    def _resolve(
-        self,
-        request_id: str,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        deadline: float | None,
-        cache_salt: str | None,
-    ) -> Request:
-        """A request whose values are checked, whose length is decided, and whose id is its own: callers' ids repeat."""
-        vocab_size = self.manifest.model.vocab_size
-        resolved = resolve_params(params, len(token_ids), vocab_size, self.limits)  # first: it bounds the prompt
-        return Request(
-            request_id=f"{request_id}#{next(self._ids)}",
-            prompt_token_ids=validate_prompt(token_ids, vocab_size),
-            params=resolved,
-            arrival_time=self._clock(),
-            deadline=deadline,
-            cache_salt=cache_salt,
-        )
-
     def _add(self, request: Request, express: Express | None) -> LiveRequest:
         live = LiveRequest(request.request_id, request.params.n, express, self._stream_interval)
         self._processor.add(request)
-        if not self._live:
+        idle = not self._live
+        if idle:
             self._all_ended.clear()
             self._stall.begin()
         self._live[request.request_id] = live
@@ -271,7 +243,8 @@ class AsyncEngine:
             live.timer = asyncio.get_running_loop().call_later(
                 request.deadline - self._clock(), self._end, live, _deadline_exceeded()
             )
-        self._send(Add(request))
+        if self._gate is not None:
+            self._gate.add(Add(request), engine_idle=idle)
         return live
 
     def _deliver(self, events: Sequence[SequenceEvent]) -> None:
@@ -330,8 +303,8 @@ class AsyncEngine:
             self._link.close()
 
     def _send(self, command: Command) -> None:
-        if self._link is not None:
-            self._link.send(command)
+        if self._gate is not None:
+            self._gate.send(command)
 
 
 def _nobody_watches() -> None: ...

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from castline.runtime.loader import EnginePlan
@@ -44,10 +44,10 @@ class EngineLink(asyncio.Protocol):
         _, link = await loop.create_unix_connection(lambda: cls(listener, exit_reason), sock=connection)
         return link
 
-    def send(self, command: Command) -> None:
-        """Never blocks; a command to an engine that is gone is dropped, for its listener has been told."""
+    def send(self, commands: Sequence[Command]) -> None:
+        """Never blocks; the engine reads them together. To one that is gone they are dropped: its listener was told."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode(command))
+            self._transport.write(b"".join(map(encode, commands)))
 
     def close(self) -> None:
         if self._transport is not None:

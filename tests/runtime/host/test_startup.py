@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -90,18 +91,19 @@ def test_decodes_are_timed_within_the_limits(max_num_seqs: int, sizes: list[int]
 def test_the_pool_gets_its_memory_ahead_of_use(tiny_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that is taken whole at the start, or one whose pages every step has to fetch itself."""
     monkeypatch.setattr("castline.runtime.pool_growth.GROWTH_BYTES", 1)
-    ranges: list[tuple[int, int]] = []
-    monkeypatch.setattr(CpuSession, "provide", lambda _, begin, end: ranges.append((begin, end)) is None)
+    ranges: SimpleQueue[tuple[int, int]] = SimpleQueue()
+    monkeypatch.setattr(CpuSession, "provide", lambda _, begin, end: ranges.put((begin, end)) is None)
     plan = plan_engine(tiny_repository, LoadOptions(kv_blocks=64, max_num_batched_tokens=16, max_num_seqs=8))
     growth = 2 * blocks_for(16, plan.limits.block_size)
     core, executor = load_core(plan.bundle, plan.limits, plan.num_threads)
-    assert ranges == [(0, growth)]
+    assert ranges.get_nowait() == (0, growth)
+    assert ranges.empty()
     core.add_request(Request("r", tuple(range(3, 3 + growth * plan.limits.block_size)), SamplingParams(max_tokens=1)))
     while core.has_work:
         core.step()
+    assert ranges.get(timeout=60) == (growth, 2 * growth)
     core.close()
     executor.close()
-    assert ranges[1] == (growth, 2 * growth)
 
 
 def test_an_engine_for_a_gpu_wants_a_driver(

@@ -1,0 +1,55 @@
+"""What a caller asks, made a request that the engine can trust: prompt encoded, values checked, length decided."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from castline.runtime.client import EffectiveLimits
+from castline.runtime.request import Request
+from castline.runtime.resolve import resolve_params
+from castline.runtime.sampling_params import SamplingParams
+from castline.runtime.tokenizer import Tokenizer
+from castline.runtime.validation import validate_prompt
+
+LONG_TEXT_CHARS: Final = 4096
+"""Longer prompts are encoded in a thread: a megabyte takes about a second, and other requests stream meanwhile."""
+
+
+class Intake:
+    """For one engine. *clock* is the engine loop's: arrival times cross on it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, limits: EffectiveLimits, clock: Callable[[], float]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._limits = limits
+        self._clock = clock
+        self._ids = itertools.count()
+
+    async def encode(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if len(prompt) <= LONG_TEXT_CHARS:
+            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+
+    def request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        deadline: float | None,
+        cache_salt: str | None,
+    ) -> Request:
+        """Under an id of its own, for callers' ids repeat. Raises RequestError."""
+        resolved = resolve_params(params, len(token_ids), self._vocab_size, self._limits)  # first: it bounds the prompt
+        return Request(
+            request_id=f"{request_id}#{next(self._ids)}",
+            prompt_token_ids=validate_prompt(token_ids, self._vocab_size),
+            params=resolved,
+            arrival_time=self._clock(),
+            deadline=deadline,
+            cache_salt=cache_salt,
+        )
