@@ -13,6 +13,7 @@
 
 #include "sampling_head.h"
 #include "sampling_order.h"
+#include "sampling_threads.h"
 #include "sampling_weights.h"
 
 namespace castline {
@@ -36,6 +37,8 @@ const SamplingKernels* select_sampling() {
 
 namespace {
 
+// Tokens of the rows that are passed over: with fewer, waking another thread costs more than it saves.
+constexpr int64_t kTokensWorthHelp = 3 << 18;
 constexpr int kFirstHead = 64;
 // Weights of tokens, the likeliest of a row being 1: blocks with none above are not looked at, and then fewer of them.
 constexpr float kFirstBound = 1.0f / 64, kNextBound = 1.0f / 16, kLastBound = 1e-8f;
@@ -141,18 +144,25 @@ class Drawer {
 }  // namespace castline
 
 // Chooses tokens[i] from row choices[i].row of *logits*, a C-contiguous [.., vocab] array; -1 where that row has no token
-// to choose. *maxima* are block_maxima of each row, or nullptr. Returns 0, or 1 where CASTLINE_ISA is refused.
+// to choose. *maxima* are block_maxima of each row, or nullptr. Up to *threads* threads share the rows where there is
+// enough to do; the tokens are the same. Returns 0, or 1 where CASTLINE_ISA is refused.
 extern "C" __attribute__((visibility("default"))) int castline_draw(const float* logits, const float* maxima,
                                                                     int64_t vocab, int64_t count,
-                                                                    const castline::Choice* choices, int64_t* tokens) {
+                                                                    const castline::Choice* choices, int64_t* tokens,
+                                                                    int64_t threads) {
   using namespace castline;
   const SamplingKernels* kernels = select_sampling();
   if (kernels == nullptr) return 1;
-  thread_local Drawer drawer;  // its scratch is as large as the rows
-  for (int64_t i = 0; i < count; ++i) {
+  const int64_t blocks = (vocab + kTokenBlock - 1) / kTokenBlock;
+  const auto draw_row = [&](int64_t i) {
+    thread_local Drawer drawer;  // its scratch is as large as the rows
     const int64_t row = choices[i].row;
-    const float* of_row = maxima == nullptr ? nullptr : maxima + row * ((vocab + kTokenBlock - 1) / kTokenBlock);
+    const float* of_row = maxima == nullptr ? nullptr : maxima + row * blocks;
     tokens[i] = drawer.draw(kernels, logits + row * vocab, static_cast<int>(vocab), of_row, choices[i]);
-  }
+  };
+  const int64_t passes = std::count_if(choices, choices + count, [&](const Choice& choice) {
+    return maxima == nullptr || choice.temperature > 0;
+  });
+  share_out(count, passes * vocab < kTokensWorthHelp ? 0 : static_cast<int>(threads - 1), draw_row);
   return 0;
 }
