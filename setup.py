@@ -54,7 +54,7 @@ class BuildPlugin(build_ext):
             )
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-        self.compiler.link_shared_object(objects, target, target_lang="c++")
+        self.compiler.link_shared_object(objects, target, target_lang="c++", extra_postargs=["-pthread"])
 
 
 class PlatformWheel(bdist_wheel):

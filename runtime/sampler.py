@@ -90,12 +90,15 @@ class Sampler:
         *,
         entropy: Callable[[], int] = lambda: secrets.randbits(64),
         draw: DrawRows | None = None,
+        num_threads: int = 1,
     ) -> None:
-        """*entropy* gives the seed of each sequence whose request has none; *draw* is native unless a test says."""
+        """*entropy* gives the seed of each sequence whose request has none. *draw* is native, on up to *num_threads*
+        threads, unless a test says.
+        """
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._entropy = entropy
-        self._draw = draw or RowDraws()
+        self._draw = draw or RowDraws(num_threads)
         self._sequences: dict[int, _Sequence] = {}
         self._batches: dict[tuple[int, ...], _Batch] = {}
         """The last few by their keys: steps with guesses alternate between all sequences and those that guess."""

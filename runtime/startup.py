@@ -53,7 +53,7 @@ def load_core(
     except BaseException:
         executor.close()
         raise
-    sampler = Sampler(model.vocab_size, model.eos_token_ids)
+    sampler = Sampler(model.vocab_size, model.eos_token_ids, num_threads=num_threads)
     core = EngineCore(executor, limits, model.eos_token_ids, sampler, step_seconds=step_seconds, marks=marks)
     if isinstance(executor, CpuExecutor):
         core.scheduler.kv.pool.on_first_use = executor.on_first_use

@@ -35,7 +35,10 @@ class RowDraws:
     Their addresses are kept: NumPy takes longer to tell them than a greedy choice takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int = 1) -> None:
+        """Up to *num_threads* threads, the caller's included, share the rows of a large batch; they change no token."""
+        assert num_threads > 0, num_threads
+        self._num_threads = ctypes.c_int64(num_threads)
         self._given: tuple[NDArray[Any] | None, ...] = (None, None, None)
         self._read: tuple[NDArray[Any] | None, ...] = ()
         """The same, or a copy of a strided one: held while their addresses are."""
@@ -71,8 +74,9 @@ class RowDraws:
             self._tokens = np.empty(len(choices), np.int64)
         at_logits, at_choices, at_maxima = (_address(array) for array in self._read)
         count = ctypes.c_int64(len(choices))
+        at_tokens = _address(self._tokens)
         return partial(
-            _native(), at_logits, at_maxima, ctypes.c_int64(vocab), count, at_choices, _address(self._tokens)
+            _native(), at_logits, at_maxima, ctypes.c_int64(vocab), count, at_choices, at_tokens, self._num_threads
         )
 
 
@@ -81,20 +85,23 @@ def _address(array: NDArray[Any] | None) -> ctypes.c_void_p:
 
 
 def draw_rows(
-    logits: NDArray[np.float32], choices: NDArray[Any], maxima: NDArray[np.float32] | None = None
+    logits: NDArray[np.float32],
+    choices: NDArray[Any],
+    maxima: NDArray[np.float32] | None = None,
+    num_threads: int = 1,
 ) -> NDArray[np.int64]:
     """The token of each of *choices* (dtype CHOICE) from its row of *logits* [.., vocabulary], or NO_TOKEN.
 
     *maxima* [.., blocks] are those of the same rows (castline.plugins.linear.MAXIMA_BLOCK), where they are known: then
     a greedy choice reads one block of its row.
-    The interpreter lock is released meanwhile. Raises EngineError where CASTLINE_ISA is refused.
+    *num_threads* is as for `RowDraws`. The interpreter lock is released meanwhile. Raises EngineError where CASTLINE_ISA is refused.
     """
-    return RowDraws()(logits, choices, maxima)
+    return RowDraws(num_threads)(logits, choices, maxima)
 
 
 @cache
 def _native() -> Any:
     draw = library().castline_draw
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    draw.argtypes = (pointer, pointer, integer, integer, pointer, pointer)
+    draw.argtypes = (pointer, pointer, integer, integer, pointer, pointer, integer)
     return draw

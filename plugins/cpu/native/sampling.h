@@ -49,4 +49,15 @@ struct SamplingKernels {
 // Of the selected instruction set; nullptr where CASTLINE_ISA is refused.
 const SamplingKernels* select_sampling();
 
+// The logits of one sequence, with the maxima of their blocks and the peak of these, which is finite.
+struct Row {
+  const SamplingKernels* kernels;
+  const float *logits, *maxima;
+  int vocab;
+  float peak;
+
+  int blocks() const { return (vocab + kTokenBlock - 1) / kTokenBlock; }
+  int block_end(int block) const { return vocab < (block + 1) * kTokenBlock ? vocab : (block + 1) * kTokenBlock; }
+};
+
 }  // namespace castline

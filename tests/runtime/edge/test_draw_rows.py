@@ -1,5 +1,9 @@
 """The native draw against the reference in NumPy, on every instruction set of this host."""
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -177,6 +181,56 @@ def test_rows_do_not_depend_on_their_neighbours(isa: str) -> None:
     alone = [int(sampling.draw_rows(logits, choices[i : i + 1])[0]) for i in range(24)]
     assert together.tolist() == alone
     assert sampling.draw_rows(logits, choices[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("greedy", [0, 5, 30])
+def test_threads_change_no_token(isa: str, greedy: int) -> None:
+    """A row drawn twice, left out, or into another thread's scratch; rows of all kinds, with and without maxima."""
+    rng = np.random.default_rng(greedy)
+    rows, vocab = 40, 33_000
+    logits = (rng.standard_normal((rows, vocab)) * rng.choice([0.5, 3, 9], (rows, 1))).astype(np.float32)
+    logits[7] = np.nan
+    choices = choices_of(rows, rng)
+    choices["temperature"][:greedy] = 0
+    maxima = maxima_of(logits)
+    expected = sampling.draw_rows(logits, choices)
+    assert (expected == sampling.NO_TOKEN).sum() == 1
+    for num_threads in (2, 3, 2, 1):
+        np.testing.assert_array_equal(sampling.draw_rows(logits, choices, maxima, num_threads), expected)
+        np.testing.assert_array_equal(sampling.draw_rows(logits, choices, None, num_threads), expected)
+
+
+def test_calls_at_once_are_apart() -> None:
+    """One call has the helping threads; another that comes meanwhile must neither wait for them nor mix its rows in."""
+    rng = np.random.default_rng(8)
+    logits = (rng.standard_normal((2, 40, 33_000)) * 3).astype(np.float32)
+    choices = [choices_of(40, rng) for _ in range(2)]
+    expected = [sampling.draw_rows(logits[i], choices[i]).tolist() for i in range(2)]
+    start = threading.Barrier(2)
+
+    def draw(i: int) -> list[list[int]]:
+        start.wait()
+        return [sampling.draw_rows(logits[i], choices[i], None, 3).tolist() for _ in range(20)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for i, drawn in enumerate(pool.map(draw, range(2))):
+            assert all(tokens == expected[i] for tokens in drawn)
+
+
+def test_a_forked_process_draws() -> None:
+    """It has none of the threads that helped its parent: waiting for them, it would hang."""
+    rng = np.random.default_rng(9)
+    logits = (rng.standard_normal((40, 33_000)) * 3).astype(np.float32)
+    choices = choices_of(40, rng)
+    expected = sampling.draw_rows(logits, choices, None, 2).tolist()
+
+    def draw() -> None:
+        os._exit(sampling.draw_rows(logits, choices, None, 2).tolist() != expected)
+
+    child = get_context("fork").Process(target=draw)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
 
 
 def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,100 @@
+#include "sampling_head.h"
+
+#include <float.h>
+#include <math.h>
+
+#include <algorithm>
+#include <functional>
+
+#include "sampling_order.h"
+
+namespace castline {
+namespace {
+
+constexpr int kLevels = 512;
+// Of the levels below a peak: what lies lower (a forbidden token is at -infinity) shares the last level.
+constexpr float kWidestRange = 1000.0f;
+constexpr float kNarrowestRange = 1e-30f;  // the levels of a smaller one would be too many for a float
+
+// Cuts the range of some values below a peak into levels of equal depth, the highest first. What lies deep below (a
+// forbidden token is at -infinity) shares the last one.
+class Levels {
+ public:
+  Levels(const float* values, int count, float peak) : peak_(peak) {
+    float lowest = peak;
+    for (int i = 0; i < count; ++i) lowest = values[i] < lowest ? values[i] : lowest;
+    range_ = std::min(std::max(peak - lowest, kNarrowestRange), kWidestRange);
+    scale_ = kLevels / range_;
+  }
+
+  int of(float value) const { return static_cast<int>(std::min((peak_ - value) * scale_, kLevels - 1.0f)); }
+
+ private:
+  float peak_, range_, scale_;
+};
+
+// A value that at least *wanted* of *values* reach, and seldom many more. No value is above *peak*.
+float bound_of(const float* values, int count, int64_t wanted, float peak) {
+  const Levels level(values, count, peak);
+  int levels[kLevels] = {};
+  for (int i = 0; i < count; ++i) ++levels[level.of(values[i])];
+  int last = 0;
+  for (int64_t reached = levels[0]; reached < wanted; reached += levels[++last]) {
+  }
+  float bound = peak;
+  for (int i = 0; i < count; ++i) {
+    if (level.of(values[i]) <= last) bound = values[i] < bound ? values[i] : bound;
+  }
+  return bound;
+}
+
+}  // namespace
+
+double Head::find(const Row& row, double temperature, int64_t width) {
+  ids_.resize(row.vocab + kCollectSlack);
+  const int blocks = row.blocks();
+  const bool few = width * 2 <= blocks;
+  float bound = few ? bound_of(row.maxima, blocks, width, row.peak) : bound_of(row.logits, row.vocab, width, row.peak);
+  if (bound <= -FLT_MAX) bound = -INFINITY;  // the maxima show -infinity so
+  int count = 0;
+  for (int block = 0; block < blocks; ++block) {
+    if (row.maxima[block] >= bound) {
+      count += row.kernels->collect(row.logits, block * kTokenBlock, row.block_end(block), bound, INFINITY,
+                                    ids_.data() + count);
+    }
+  }
+  keys_.resize(count);
+  for (int i = 0; i < count; ++i) keys_[i] = sort_key(row.logits[ids_[i]], ids_[i]);
+  if (width < count) std::nth_element(keys_.begin(), keys_.begin() + width, keys_.end(), std::greater<>());
+  keys_.resize(width);
+  std::sort(keys_.begin(), keys_.end(), std::greater<>());
+  weights_.resize(width);
+  weight_ = 0;
+  for (int64_t i = 0; i < width; ++i) {
+    weight_ += weights_[i] = exp(static_cast<double>(row.logits[id_of(keys_[i])] - row.peak) / temperature);
+  }
+  complete_row_ = width == row.vocab;
+  return weight_;
+}
+
+int64_t Head::kept(const Choice& choice, double line) const {
+  size_t count = 0;
+  double sum = 0;
+  while (count < weights_.size() && sum < line && weights_[count] >= choice.min_p) sum += weights_[count++];
+  return count;
+}
+
+int32_t Head::pick(const Choice& choice, int64_t count) const {
+  double sum = 0;
+  for (int64_t place = 0; place < count; ++place) sum += weights_[place];
+  const double target = choice.uniform * sum;
+  double below = 0;
+  int64_t last = 0;
+  for (int64_t place = 0; place < count && below <= target; ++place) {
+    if (weights_[place] > 0) last = place;
+    below += weights_[place];
+  }
+  return id_of(keys_[last]);
+}
+
+}  // namespace castline
