@@ -28,6 +28,8 @@ def validate_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> tuple[i
     """The prompt as the engine takes it: at least one token, each in the model's vocabulary."""
     if not prompt_token_ids:
         raise RequestError("the prompt is empty: it holds no token; send some text or token ids", field="prompt")
+    if set(map(type, prompt_token_ids)) == {int} and min(prompt_token_ids) >= 0 and max(prompt_token_ids) < vocab_size:
+        return tuple(prompt_token_ids)
     return tuple(_integer(f"prompt[{place}]", token, 0, vocab_size - 1) for place, token in enumerate(prompt_token_ids))
 
 
