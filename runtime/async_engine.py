@@ -25,6 +25,7 @@ from castline.runtime.request import Request
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.stall_watch import StallWatch
 from castline.runtime.step_profile import ProfileOptions
+from castline.runtime.stream_interval import StreamInterval
 from castline.runtime.tokenizer import Tokenizer, load_tokenizer
 from castline.runtime.wire import Abort, Add, Command, Failed, Profile, Ready, Report, StepDone, Stop
 
@@ -49,17 +50,17 @@ class AsyncEngine:
         tokenizer: Tokenizer,
         *,
         stall_after_s: float = STALL_AFTER_S,
-        stream_interval: int = 1,
+        interval: StreamInterval | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """*clock* must be the engine loop's: deadlines cross on it.
 
-        A continuation's outputs have at least *stream_interval* tokens, but for the first and the last.
+        A continuation's outputs have at least *interval* tokens (None: 1), but for the first and the last.
         """
         self.manifest = manifest
         self.limits = limits
         self.tokenizer = tokenizer
-        self._stream_interval = stream_interval
+        self._interval = interval or StreamInterval()
         self._stop_grace_s = STOP_GRACE_S
         self._clock = clock
         self._live: dict[str, LiveRequest] = {}
@@ -83,7 +84,7 @@ class AsyncEngine:
         plan: EnginePlan,
         *,
         stall_after_s: float = STALL_AFTER_S,
-        stream_interval: int = 1,
+        interval: StreamInterval | None = None,
         profile: ProfileOptions | None = None,
         loading: tuple[EngineProcess, socket.socket] | None = None,
     ) -> "AsyncEngine":
@@ -98,9 +99,7 @@ class AsyncEngine:
             connection.close()
             process.kill()
             raise
-        engine = cls(
-            plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s, stream_interval=stream_interval
-        )
+        engine = cls(plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s, interval=interval)
         if profile is not None:
             engine._stop_grace_s = PROFILE_GRACE_S
         await engine.connect(connection, process)
@@ -168,6 +167,9 @@ class AsyncEngine:
     def stats(self) -> Stats:
         return self._stats
 
+    def stream_interval(self) -> int:
+        return self._interval.tokens
+
     def start_profile(self) -> None:
         """Ends the recording that runs, if any, and begins the next; only for an engine started with *profile*."""
         self._send(Profile())
@@ -205,6 +207,7 @@ class AsyncEngine:
             case StepDone(events, stats):
                 self._stats = stats or self._stats
                 self._stall.progressed()
+                self._interval.progressed()
                 self._deliver(events)
             case Ready():
                 self._ready.set()
@@ -232,12 +235,13 @@ class AsyncEngine:
             )
 
     def _add(self, request: Request, express: Express | None) -> LiveRequest:
-        live = LiveRequest(request.request_id, request.params.n, express, self._stream_interval)
+        live = LiveRequest(request.request_id, request.params.n, express, self._interval)
         self._processor.add(request)
         idle = not self._live
         if idle:
             self._all_ended.clear()
             self._stall.begin()
+            self._interval.begin()
         self._live[request.request_id] = live
         if request.deadline is not None:
             live.timer = asyncio.get_running_loop().call_later(
@@ -285,6 +289,7 @@ class AsyncEngine:
         if known and not self._live:
             self._all_ended.set()
             self._stall.end()
+            self._interval.end()
         return known
 
     def _fail(self, reason: str) -> None:

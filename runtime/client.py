@@ -147,6 +147,10 @@ class EngineClient(Protocol):
 
     def stats(self) -> Stats: ...
 
+    def stream_interval(self) -> int:
+        """Tokens of an output at present; the first of a continuation and the last may have fewer."""
+        ...
+
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests at once, lets running ones finish for *timeout_s*, ends the rest with SHUTTING_DOWN."""
         ...

@@ -7,12 +7,13 @@ import asyncio
 
 from castline.engines.errors import CastlineError
 from castline.runtime.client import Express, Output
+from castline.runtime.stream_interval import StreamInterval
 
 
 class LiveRequest:
     """Filled as the engine reports, read by one task, both in one event loop."""
 
-    def __init__(self, request_id: str, n: int, express: Express | None = None, interval: int = 1) -> None:
+    def __init__(self, request_id: str, n: int, express: Express | None, interval: StreamInterval) -> None:
         """The reader gets *interval* tokens of a continuation at once, but its first as soon as it is there."""
         self.request_id = request_id
         self.timer: asyncio.TimerHandle | None = None
@@ -36,9 +37,7 @@ class LiveRequest:
 
     def keep(self, output: Output) -> None:
         """New output for the reader. Raises what *express* raises."""
-        if self._interval == 1:
-            self._hand_over(output)
-        elif (whole := self._gather(output)) is not None:
+        if (whole := self._gather(output)) is not None:
             self._hand_over(whole)
 
     def _gather(self, output: Output) -> Output | None:
@@ -46,7 +45,7 @@ class LiveRequest:
         index = output.index
         if index in self._gathered:
             output = merge(self._gathered.pop(index), output)
-        if index in self._begun and len(output.token_ids) < self._interval and output.finish_reason is None:
+        if len(output.token_ids) < self._interval.tokens and index in self._begun and output.finish_reason is None:
             self._gathered[index] = output
             return None
         if output.token_ids:

@@ -14,6 +14,6 @@ def resolve_params(params: SamplingParams, prompt_len: int, vocab_size: int, lim
     Raises RequestError. An unset max_tokens is what fits; one that was asked for and can never fit is refused.
     """
     checked = validate_params(params, vocab_size, limits, prompt_len)
-    asked = replace(checked, max_tokens=params.max_tokens)
-    validate_fits(prompt_len, asked, limits)
-    return replace(checked, max_tokens=length_limit(prompt_len, asked, limits) - prompt_len)
+    validate_fits(prompt_len, params, limits)
+    max_tokens = length_limit(prompt_len, params, limits) - prompt_len
+    return checked if max_tokens == checked.max_tokens else replace(checked, max_tokens=max_tokens)

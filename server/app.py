@@ -5,6 +5,7 @@ told that the server is not ready.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -76,6 +77,7 @@ class Server:
             loop="none",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
         )
         self._uvicorn = _Uvicorn(config)
@@ -197,6 +199,7 @@ async def serve(
 
     async def run(server: Server) -> None:
         model = await server.open(await open_engine())
+        gc.freeze()  # what lives for ever is not walked again: a full collection would pause every stream
         on_ready(model, server.endpoints)
         await server.failed.wait()
         raise EngineError(f"the engine has failed: {model.engine.health().reason}")

@@ -1,5 +1,6 @@
 """The HTTP application: OpenAI-compatible endpoints, health and metrics. Every error has OpenAI's shape."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from castline.engines.errors import CastlineError
 from castline.runtime.client import Health, Phase
@@ -19,12 +21,30 @@ from castline.server.openai_completions import completion_job
 from castline.server.serving import ServedModel, Serving
 
 
-def http_app(serving: Serving) -> Starlette:
-    """The ASGI application over one served model, which may not have loaded yet."""
+def http_app(serving: Serving) -> ASGIApp:
+    """The ASGI application over one served model, which may not have loaded yet.
+
+    A POST to a generating endpoint goes there at once: looking for its route through every layer costs more than its
+    body.
+    """
+    generating = {
+        "/v1/chat/completions": GenerateEndpoint(serving, chat_job),
+        "/v1/completions": GenerateEndpoint(serving, completion_job),
+    }
+    others = _routed(serving, generating)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = generating.get(scope["path"]) if scope.get("method") == "POST" else None
+        await (endpoint or others)(scope, receive, send)
+
+    return app
+
+
+def _routed(serving: Serving, generating: Mapping[str, ASGIApp]) -> Starlette:
+    """Everything, and the errors of what is not there."""
     pages = Pages(serving)
     routes = [
-        Route("/v1/chat/completions", GenerateEndpoint(serving, chat_job), methods=["POST"]),
-        Route("/v1/completions", GenerateEndpoint(serving, completion_job), methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items()),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
         Route("/health/live", pages.live),

@@ -90,6 +90,9 @@ class MeteredEngine(EngineClient):
     def stats(self) -> Stats:
         return self._engine.stats()
 
+    def stream_interval(self) -> int:
+        return self._engine.stream_interval()
+
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
         await self._engine.drain(timeout_s)

@@ -51,8 +51,9 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
 class _StatsCollector(Collector):
     """The engine's own counters and gauges, read when scraped."""
 
-    def __init__(self, stats: Callable[[], Stats], model_name: str) -> None:
+    def __init__(self, stats: Callable[[], Stats], stream_interval: Callable[[], int], model_name: str) -> None:
         self._stats = stats
+        self._stream_interval = stream_interval
         self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
@@ -62,19 +63,23 @@ class _StatsCollector(Collector):
             counter.add_metric([self._model_name], read(stats))
             yield counter
         for name, text, read in _GAUGES:
-            gauge = GaugeMetricFamily(f"castline:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model_name], read(stats))
-            yield gauge
+            yield self._gauge(name, text, read(stats))
+        yield self._gauge("stream_interval_tokens", "Tokens of a streamed message now.", self._stream_interval())
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(f"castline:{name}", text, labels=["model_name"])
+        gauge.add_metric([self._model_name], value)
+        return gauge
 
 
 class Metrics:
     """The series of one served model, in a registry of their own."""
 
-    def __init__(self, stats: Callable[[], Stats], model_name: str) -> None:
+    def __init__(self, stats: Callable[[], Stats], stream_interval: Callable[[], int], model_name: str) -> None:
         # A creation time for every series would double their number, and gauges would not be 0 when idle.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.registry.register(_StatsCollector(stats, model_name))
+        self.registry.register(_StatsCollector(stats, stream_interval, model_name))
         ProcessCollector(registry=self.registry)
         self._model_name = model_name
         self.time_to_first_token = self._histogram(

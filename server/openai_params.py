@@ -114,9 +114,9 @@ def _token_ids(ids: Any, field: str) -> list[int]:
         raise RequestError(f"{field}: expected a string or a list of token ids", field=field)
     if not ids:
         raise RequestError(f"{field} is an empty list of token ids", field=field)
-    for i, token_id in enumerate(ids):
-        if type(token_id) is not int:
-            raise RequestError(f"{field}[{i}]: {token_id!r} is not a token id", field=f"{field}[{i}]")
+    if set(map(type, ids)) != {int}:
+        i, token_id = next((i, token_id) for i, token_id in enumerate(ids) if type(token_id) is not int)
+        raise RequestError(f"{field}[{i}]: {token_id!r} is not a token id", field=f"{field}[{i}]")
     return ids
 
 

@@ -15,23 +15,23 @@ _NO_TOOLS = "tool calling is not supported"
 _TEXT_ONLY = "this server produces text only"
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": ((None, []), _NO_TOOLS),
-    "tool_choice": ((None, "none", "auto"), _NO_TOOLS),
-    "parallel_tool_calls": ((None, True, False), _NO_TOOLS),
-    "functions": ((None, []), _NO_TOOLS),
-    "function_call": ((None, "none", "auto"), _NO_TOOLS),
-    "response_format": ((None, {"type": "text"}), "structured output is not supported; only {'type': 'text'} is"),
-    "audio": ((None,), _TEXT_ONLY),
-    "modalities": ((None, ["text"]), _TEXT_ONLY),
-    "prediction": ((None,), "predicted outputs are not supported"),
-    "reasoning_effort": ((None,), "reasoning effort cannot be set; the chat template decides"),
-    "verbosity": ((None,), "verbosity cannot be set"),
-    "web_search_options": ((None,), "web search is not supported"),
-    "store": ((None, False), "responses are not stored"),
-    "service_tier": ((None, "auto", "default"), "there is one service tier"),
-    "suffix": ((None, ""), "insertion before a suffix is not supported"),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "parallel_tool_calls": ((True, False), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "response_format": (({"type": "text"},), "structured output is not supported; only {'type': 'text'} is"),
+    "audio": ((), _TEXT_ONLY),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "prediction": ((), "predicted outputs are not supported"),
+    "reasoning_effort": ((), "reasoning effort cannot be set; the chat template decides"),
+    "verbosity": ((), "verbosity cannot be set"),
+    "web_search_options": ((), "web search is not supported"),
+    "store": ((False,), "responses are not stored"),
+    "service_tier": (("auto", "default"), "there is one service tier"),
+    "suffix": (("",), "insertion before a suffix is not supported"),
 }
-"""Known fields that cannot be honoured: the values that ask for nothing, and why others are refused."""
+"""Known fields that cannot be honoured: the values beside null that ask for nothing, and why others are refused."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -163,7 +163,7 @@ def refuse_unsupported(request: _Common) -> None:
     """Raises RequestError with UNSUPPORTED for the first field of UNSUPPORTED that asks for something."""
     for name, (neutral, reason) in UNSUPPORTED.items():
         value = getattr(request, name, None)
-        if not any(value == ok and type(value) is type(ok) for ok in neutral):
+        if value is not None and not any(value == ok and type(value) is type(ok) for ok in neutral):
             raise RequestError(f"{name}: {reason}", field=name, code=ErrorCode.UNSUPPORTED)
     options = request.stream_options
     if options is not None and not request.stream:

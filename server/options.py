@@ -12,8 +12,8 @@ class ServerOptions:
     model_name: str | None = None
     """None: the name in the manifest."""
     drain_timeout_s: float = 30.0
-    stream_interval: int = 1
-    """Tokens of a streamed message; the first and the last may have fewer."""
+    stream_interval: int | None = None
+    """Tokens of a streamed message; the first and the last may have fewer. None: one, and more under load."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Serving:
     def open(self, engine: EngineClient, model_name: str | None) -> ServedModel:
         """The engine has loaded. It is served as *model_name*, or under the name in its manifest."""
         name = model_name or engine.manifest.model.name
-        metrics = Metrics(engine.stats, name)
+        metrics = Metrics(engine.stats, engine.stream_interval, name)
         metered = MeteredEngine(engine, metrics)
         self._model = ServedModel(
             name=name,

@@ -279,6 +279,9 @@ class FakeEngine:
             steps=self.num_steps,
         )
 
+    def stream_interval(self) -> int:
+        return 3
+
     async def drain(self, timeout_s: float) -> None:
         self.phase = Phase.DRAINING
         if self.hangs_in_drain:

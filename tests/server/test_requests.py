@@ -53,7 +53,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
 def test_its_neutral_values_are_taken(name: str) -> None:
     """Prevents refusing clients that always send a field, with the value that asks for nothing."""
     decode = completion if name == "suffix" else chat
-    for value in UNSUPPORTED[name][0]:
+    for value in (None, *UNSUPPORTED[name][0]):
         decode(**{name: value})
 
 

@@ -16,6 +16,7 @@ from castline.engines.capacity import KvCapacity
 from castline.engines.errors import EngineError
 from castline.runtime.loader import EnginePlan, LoadOptions
 from castline.runtime.step_profile import ProfileOptions
+from castline.runtime.stream_interval import AdaptiveInterval, StreamInterval
 from castline.server.options import Endpoints, ServerOptions
 
 ENDPOINTS = Endpoints("http://127.0.0.1:8123", "grpc://127.0.0.1:8124")
@@ -51,9 +52,11 @@ class Calls:
         engine = Mock()
 
         async def start(
-            plan: EnginePlan, *, stream_interval: int, profile: ProfileOptions | None, loading: Any
+            plan: EnginePlan, *, interval: StreamInterval, profile: ProfileOptions | None, loading: Any
         ) -> Mock:
-            assert stream_interval == self.server.stream_interval
+            pinned = self.server.stream_interval
+            assert type(interval) is (AdaptiveInterval if pinned is None else StreamInterval)
+            assert interval.tokens == (pinned or 1)
             assert self.loaded == (plan, profile), "the process that was started loads the same"
             assert loading is self.loading
             asked.append(profile)
@@ -120,10 +123,21 @@ def test_serving_options_reach_the_server(calls: Calls) -> None:
     calls.profile()
     invoke()
     assert calls.server == ServerOptions(model_name="tiny")
+    calls.profile()
+    invoke("--stream-interval", "auto")
+    assert calls.server == ServerOptions(model_name="tiny")
 
 
 @pytest.mark.parametrize(
-    "option", [("--http-port", "65536"), ("--grpc-port", "-1"), ("--drain-timeout", "-1"), ("--stream-interval", "0")]
+    "option",
+    [
+        ("--http-port", "65536"),
+        ("--grpc-port", "-1"),
+        ("--drain-timeout", "-1"),
+        ("--stream-interval", "0"),
+        ("--stream-interval", "-1"),
+        ("--stream-interval", "many"),
+    ],
 )
 def test_impossible_values_are_refused(calls: Calls, option: tuple[str, str]) -> None:
     """Prevents a traceback from deep inside a socket."""

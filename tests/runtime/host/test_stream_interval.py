@@ -1,6 +1,7 @@
 """Fewer messages with more tokens each: through the real server, over both transports, and at the edges."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from threading import Semaphore
@@ -16,6 +17,7 @@ from castline.engines.errors import EngineError
 from castline.runtime.client import Output
 from castline.runtime.events import FinishReason
 from castline.runtime.live_request import LiveRequest
+from castline.runtime.stream_interval import AdaptiveInterval, StreamInterval
 from castline.server.app import Server
 from castline.server.options import ServerOptions
 from castline.server.proto import castline_pb2 as pb
@@ -49,7 +51,7 @@ def test_messages_have_that_many_tokens(scripted: Callable[..., Any], texts: Any
     parts: list[str] = []
 
     async def scenario() -> None:
-        engine = await made.start(stream_interval=interval)
+        engine = await made.start(interval=StreamInterval(interval))
         made.executor.gate = Semaphore(3)
         server = Server(ServerOptions(http_port=0, grpc_port=0))
         await server.listen()
@@ -67,6 +69,38 @@ def test_messages_have_that_many_tokens(scripted: Callable[..., Any], texts: Any
     assert all(len(part) >= interval for part in parts[1:-1])  # a reader that is late gets more
 
 
+@pytest.mark.parametrize("texts", [http_texts, grpc_texts])
+def test_messages_become_longer_in_flight_under_load(scripted: Callable[..., Any], texts: Any) -> None:
+    """Prevents an interval that follows the load, and streams that keep the one they began with."""
+    made = scripted()
+    parts: list[str] = []
+    metrics: list[str] = []
+    windows = itertools.count(step=2)  # a look at the clock closes a window
+    cpu = itertools.count()  # half of it is this process's
+    interval = AdaptiveInterval(1, lambda: float(next(windows)), lambda: float(next(cpu)))
+
+    async def scenario() -> None:
+        engine = await made.start(interval=interval)
+        made.executor.gate = Semaphore(1)
+        server = Server(ServerOptions(http_port=0, grpc_port=0))
+        await server.listen()
+        await server.open(engine)
+        async for text in texts(server):
+            parts.append(text)
+            if len(parts) == 1:
+                async with httpx.AsyncClient(base_url=server.endpoints.http, timeout=60) as client:
+                    metrics.append((await client.get("/metrics")).text)
+                made.open_gate()
+        assert engine.stream_interval() == 1, "no request is left"
+        await server.drain()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert 'castline:stream_interval_tokens{model_name="smol"} 8.0\n' in metrics[0]
+    assert "".join(parts) == made.text("ab", 11)
+    assert [len(part) for part in parts] == [1, 8, 2]
+
+
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_gathering_changes_the_cuts_only(data: st.DataObject) -> None:
@@ -74,7 +108,7 @@ def test_gathering_changes_the_cuts_only(data: st.DataObject) -> None:
     interval = data.draw(st.integers(1, 5))
     events = data.draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3)), max_size=20))
     fails = data.draw(st.booleans())
-    live = LiveRequest("r", 2, None, interval)
+    live = LiveRequest("r", 2, None, StreamInterval(interval))
     sent: dict[int, list[int]] = {0: [], 1: []}
     read: list[Output] = []
 
