@@ -46,6 +46,20 @@ CASTLINE_INLINE void load_beside(const uint8_t* p, Vec* out) {
   }
 }
 
+// As load_beside, of Vectors * kLanes keys.
+template <KvDtype T, int Vectors>
+CASTLINE_INLINE void load_vectors(const uint8_t* p, Vec (*out)[side_by_side(T)]) {
+  int v = 0;
+#ifdef CASTLINE_ISA_AVX512
+  if constexpr (T == kFp8) {
+    #pragma GCC unroll 8
+    for (; v + 2 <= Vectors; v += 2) load_fp8_pairs(p + v * kLanes * kLoadBytes<T>, out + v);
+  }
+#endif
+  #pragma GCC unroll 8
+  for (; v < Vectors; ++v) load_beside<T>(p + v * kLanes * kLoadBytes<T>, out[v]);
+}
+
 // Fetches the cache lines of Bytes bytes at *p*. Bytes is a multiple of 64, or less: then p's line.
 template <int Bytes>
 CASTLINE_INLINE void fetch_ahead(const uint8_t* p) {
@@ -67,8 +81,7 @@ CASTLINE_LOOP void score_tile(const float* q, int dim, const uint8_t* keys, ptrd
   }
   for (int d = 0; d < dim; d += kDims, q += kDims * Rows, keys += stride) {
     Vec k[Vectors][kDims];
-    #pragma GCC unroll 8
-    for (int v = 0; v < Vectors; ++v) load_beside<T>(keys + v * kLanes * kLoadBytes<T>, k[v]);
+    load_vectors<T, Vectors>(keys, k);
     fetch_ahead<Vectors * kLanes * kLoadBytes<T>>(keys + ahead);
     #pragma GCC unroll 8
     for (int i = 0; i < kDims; ++i) {

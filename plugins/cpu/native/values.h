@@ -58,8 +58,7 @@ struct Accumulator {
     values += first / kBeside * head_dim * kLoadBytes<T>;
     for (int key = first / kBeside * kBeside; key < last; key += kBeside, values += head_dim * kLoadBytes<T>) {
       Vec x[Vectors][kBeside];
-      #pragma GCC unroll 8
-      for (int v = 0; v < Vectors; ++v) load_beside<T>(values + v * kLanes * kLoadBytes<T>, x[v]);
+      load_vectors<T, Vectors>(values, x);
       fetch_ahead<Vectors * kLanes * kLoadBytes<T>>(values + ahead);
       #pragma GCC unroll 8
       for (int i = 0; i < kBeside; ++i) {
