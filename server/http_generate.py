@@ -49,7 +49,13 @@ class GenerateEndpoint:
 
 
 async def _answer(engine: EngineClient, job: Job, writer: AnswerWriter, send: Send) -> None:
-    async with aclosing(run(engine, job)) as outputs:
+    """Tokens that end nothing wake no task."""
+
+    def add(output: Output) -> bool:
+        writer.add(output)
+        return True
+
+    async with aclosing(run(engine, job, add)) as outputs:
         async for output in outputs:
             writer.add(output)
     await send_json(send, writer.body())

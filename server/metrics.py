@@ -163,7 +163,9 @@ class RequestMeter:
         if output.prompt is not None:
             self._metrics.request_prompt_tokens.observe(len(output.prompt.prompt_token_ids))
             self._metrics.queue_time.observe(output.prompt.queue_s)
-        continuation = self._continuations.setdefault(output.index, _Continuation())
+        continuation = self._continuations.get(output.index)
+        if continuation is None:
+            continuation = self._continuations[output.index] = _Continuation()
         if output.token_ids:
             self._observe_tokens(continuation, len(output.token_ids), now)
         if output.finish_reason is not None:

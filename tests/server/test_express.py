@@ -50,6 +50,17 @@ def test_an_echoed_prompt_comes_first_both_ways(app: Any) -> None:
     assert streamed(app, "/v1/completions", fields) == fast
 
 
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stop": ["🙂"]}, {"echo": True, "logprobs": 1, "n": 2}])
+def test_an_answer_is_the_same_both_ways(app: Any, fields: dict[str, Any]) -> None:
+    """Prevents whole answers that lose, repeat or reorder the tokens for which no task was woken."""
+    body = {"prompt": "ab", "max_tokens": None, **fields}
+    fast = app.http.post("/v1/completions", json=body).json()
+    assert app.engine.num_express > 0
+    app.engine.uses_express = False
+    slow = app.http.post("/v1/completions", json=body).json()
+    assert [fast[part] for part in ("choices", "usage")] == [slow[part] for part in ("choices", "usage")]
+
+
 def test_what_is_written_at_once_is_counted_once(app: Any) -> None:
     """Prevents token counts and intervals that miss the outputs no task has seen, or count them twice."""
     app.http.post("/v1/completions", json={"prompt": "ab", "max_tokens": None, "stream": True})

@@ -6,6 +6,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from castline.engines.errors import ErrorCode, RequestError
 from castline.runtime.client import EffectiveLimits
@@ -176,6 +178,18 @@ def test_prompt_ids_must_be_in_the_vocabulary() -> None:
         with pytest.raises(RequestError) as caught:
             validate_prompt([5, bad], VOCAB)  # type: ignore[list-item]
         assert caught.value.field == "prompt[1]"
+
+
+@given(st.lists(st.integers(-1, VOCAB) | st.booleans() | st.floats(0, 9), min_size=1, max_size=6))
+def test_a_prompt_checked_at_once_is_checked_as_one_by_one(ids: list[Any]) -> None:
+    """The quick look at a whole prompt must not pass what the look at every id refuses, nor the other way round."""
+    bad = [place for place, token in enumerate(ids) if type(token) is not int or not 0 <= token < VOCAB]
+    if not bad:
+        assert validate_prompt(ids, VOCAB) == tuple(ids)
+        return
+    with pytest.raises(RequestError) as caught:
+        validate_prompt(ids, VOCAB)
+    assert caught.value.field == f"prompt[{bad[0]}]"
 
 
 def test_every_field_is_checked_or_a_flag() -> None:
