@@ -21,6 +21,8 @@ MAX_TEMPERATURE = 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Logits stay finite between them."""
 MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
+"""Each of a request's prompts keeps them while it waits."""
 INT64 = (-(1 << 63), (1 << 63) - 1)
 
 
@@ -96,6 +98,10 @@ def _logit_bias(bias: Any, vocab_size: int) -> dict[int, float]:
     """Keys may be the strings that JSON makes of them."""
     if not isinstance(bias, Mapping):
         raise RequestError("logit_bias must map token ids to numbers", field="logit_bias")
+    if len(bias) > MAX_BIASED_TOKENS:
+        raise RequestError(
+            f"logit_bias has {len(bias)} entries; at most {MAX_BIASED_TOKENS} are allowed", field="logit_bias"
+        )
     checked = {}
     for key, value in bias.items():
         name = f"logit_bias[{key}]"

@@ -3,27 +3,72 @@
 from collections.abc import MutableMapping
 from email.utils import formatdate
 from functools import lru_cache
+from http import HTTPStatus
 from time import time
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from castline.engines.errors import ErrorCode
+from castline.server.errors import ServerCode, WireFault
+from castline.server.http_wire import fault_body
 
 _EXTENSION = "castline.connection"
 """Of the ASGI scope."""
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's line and headers, beside the piece of at most 256 KiB in which they begin. The parser has no limit,
+and joins what arrives in pieces in quadratic time."""
 
 
 class Connection(HttpToolsProtocol):
     """Once a chunked answer has started with an ASGI message, its chunks may be written here, without a task."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_head = False
+        self._head_bytes = 0
+
     def data_received(self, data: bytes) -> None:
         """The date is told when somebody asks, by no timer."""
         self.server_state.default_headers = _date_header(int(time()))
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                message = f"the request's line and headers are larger than the limit of {MAX_HEAD_BYTES} bytes"
+                self._refuse(WireFault(ErrorCode.REQUEST_TOO_LARGE, message))
+                return
         super().data_received(data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
         extensions: dict[str, Any] = {_EXTENSION: self}
         self.scope["extensions"] = extensions
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser takes for no HTTP."""
+        self._refuse(WireFault(ServerCode.BAD_REQUEST, msg))
+
+    def _refuse(self, fault: WireFault) -> None:
+        """Answers what is no request, and closes; nothing is put into an answer that is on its way."""
+        if self.cycle is None or self.cycle.response_complete:
+            body = msgspec.json.encode(fault_body(fault))
+            status = HTTPStatus(fault.row.http_status)
+            headers = [
+                *self.server_state.default_headers,
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
+                (b"connection", b"close"),
+            ]
+            lines = [f"HTTP/1.1 {status} {status.phrase}".encode(), *(b"%b: %b" % header for header in headers)]
+            self.transport.write(b"\r\n".join([*lines, b"", body]))
+        self.transport.close()
 
     @property
     def can_write(self) -> bool:

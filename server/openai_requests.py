@@ -50,7 +50,8 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
+    """Values are checked with the others, where a wrong one's key is known."""
     seed: int | None = None
     stop: str | list[str] | None = None
 

@@ -11,6 +11,7 @@ from benchmarks.picture import figure_of
 from benchmarks.results import Results, Sample, read_results, write_results
 
 MakeResults = Callable[..., Results]
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
@@ -115,3 +116,13 @@ def test_picture_draws_what_was_measured(results: Results) -> None:
     titles = [axis.get_title() for axis in figure_of(results).axes]
     assert any(title.startswith("W1 one stream: decode") for title in titles)
     assert not any(title.startswith("W6") for title in titles)
+
+
+def test_picture_holds_all_its_words() -> None:
+    """Prevents a legend that is cut off at the edge: the quality of a system's numbers stands at its end."""
+    figure = figure_of(read_results(DOCS / "performance.json"))
+    figure.canvas.draw()
+    legend = [text for axis in figure.axes for text in axis.texts if "mean KL" in text.get_text()]
+    assert len(legend) >= 2
+    for text in legend:
+        assert text.get_window_extent().x1 < figure.bbox.x1, text.get_text()

@@ -1,6 +1,8 @@
 """Every HTTP error has OpenAI's shape, a true status, and leaves the server working."""
 
+import contextlib
 import json
+import socket
 from typing import Any
 
 import grpc
@@ -10,6 +12,7 @@ import pytest
 
 from castline.engines.errors import EngineError, ErrorCode, RequestError
 from castline.server.errors import TABLE, ServerCode, to_wire
+from castline.server.http_protocol import MAX_HEAD_BYTES
 from castline.server.serving import MAX_MESSAGE_BYTES
 
 JSON = {"content-type": "application/json"}
@@ -158,3 +161,44 @@ def test_served_name(start: Any, make_engine: Any) -> None:
         assert app.openai.models.retrieve("org/model").id == "org/model"
         assert app.http.post("/v1/chat/completions", json={**CHAT, "model": "org/model"}).json()["model"] == "org/model"
         assert app.http.post("/v1/chat/completions", json={**CHAT, "model": "tiny"}).status_code == 404
+
+
+def raw_answer(app: Any, *pieces: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and error of what *pieces*, each sent when the last was taken, are answered before the server closes."""
+    with socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30) as connection:
+        for piece in pieces:
+            try:
+                connection.sendall(piece)
+            except OSError:  # refused already
+                break
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):  # what the server had not read yet
+            while data := connection.recv(65536):
+                answer += data
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("start", [b"GET /health/live HTTP/1.1\r\nx: ", b"GET /health/live HTTP/1.1\r\n", b"GET /"])
+def test_endless_headers_are_refused(app: Any, start: bytes) -> None:
+    """Prevents one connection from taking all memory, and the event loop, with a request that never begins."""
+    line = b"x: y\r\n" if start.endswith(b"\n") else b"aaaaaa"
+    status, error = raw_answer(app, start, *[line * 3000] * 1000)
+    assert (status, error["code"]) == (413, "request_too_large")
+    assert str(MAX_HEAD_BYTES) in error["message"]
+    assert app.http.get("/health/live").status_code == 200
+
+
+def test_headers_below_the_limit_are_taken_in_any_pieces(app: Any) -> None:
+    """Prevents the limit from counting a body, or the request before: the connection is the same."""
+    body = json.dumps({**CHAT, "user": "u" * 2 * MAX_HEAD_BYTES})
+    headers = {**JSON, "x-long": "h" * (MAX_HEAD_BYTES // 2)}
+    for _ in range(3):
+        assert app.http.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
+
+
+def test_what_is_no_http_is_told_so_in_openais_shape(app: Any) -> None:
+    """Prevents a plain-text answer, which clients cannot read."""
+    status, error = raw_answer(app, b"\x16\x03\x01 no HTTP\r\n\r\n")
+    assert (status, error["code"], error["type"]) == (400, "bad_request", "invalid_request_error")

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from castline.engines.errors import ErrorCode, RequestError
+from castline.runtime.client import EffectiveLimits
+from castline.runtime.validation import validate_params
 from castline.server.openai_params import chat_params, completion_params, messages_of, prompts_of
 from castline.server.openai_requests import UNSUPPORTED, ChatRequest, CompletionRequest, decode_chat, decode_completion
 
@@ -130,6 +132,15 @@ def test_defaults_are_openais() -> None:
 def test_a_stop_string_alone_is_a_list_of_one() -> None:
     """Prevents taking a string apart into one-character stops."""
     assert chat_params(chat(stop="END")).stop == ("END",)
+
+
+def test_a_logit_bias_value_of_a_wrong_type_is_left_to_who_names_its_key() -> None:
+    """C30: prevents a refusal that names no key, as the JSON decoder's own does."""
+    request = decode_chat(b'{"messages": [{"role": "user", "content": "hi"}], "logit_bias": {"7": 1, "5": "x"}}')
+    limits = EffectiveLimits(64, 4, 32, 16, 8, 2.0)
+    with pytest.raises(RequestError) as refused:
+        validate_params(chat_params(request), 100, limits, 10)
+    assert refused.value.field == "logit_bias[5]"
 
 
 @pytest.mark.parametrize("key", ["abc", "1.5", "", " 5", "１", "9" * 30])

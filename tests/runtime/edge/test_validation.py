@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from castline.engines.errors import ErrorCode, RequestError
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.sampling_params import SamplingParams
-from castline.runtime.validation import validate_params, validate_prompt
+from castline.runtime.validation import MAX_BIASED_TOKENS, validate_params, validate_prompt
 
 VOCAB = 100
 LIMITS = EffectiveLimits(
@@ -20,13 +20,13 @@ LIMITS = EffectiveLimits(
 )
 
 
-def validate(prompt_len: int = 10, **values: Any) -> SamplingParams:
-    return validate_params(SamplingParams(**values), VOCAB, LIMITS, prompt_len)
+def validate(prompt_len: int = 10, vocab: int = VOCAB, **values: Any) -> SamplingParams:
+    return validate_params(SamplingParams(**values), vocab, LIMITS, prompt_len)
 
 
-def refused(prompt_len: int = 10, **values: Any) -> RequestError:
+def refused(prompt_len: int = 10, vocab: int = VOCAB, **values: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        validate(prompt_len, **values)
+        validate(prompt_len, vocab, **values)
     return caught.value
 
 
@@ -108,6 +108,16 @@ def test_bad_logit_bias_names_the_key(bias: Any, key: str) -> None:
     error = refused(logit_bias={3: 1.0, **bias})
     assert error.field == f"logit_bias[{key}]"
     assert error.message.startswith(f"logit_bias[{key}]")
+
+
+def test_logit_bias_has_a_limit_of_entries() -> None:
+    """Prevents a small body from taking gigabytes: thousands of prompts, each with a bias for the whole vocabulary."""
+    bias = dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0)
+    error = refused(vocab=5000, logit_bias=bias)
+    assert error.field == "logit_bias"
+    assert f"at most {MAX_BIASED_TOKENS}" in error.message
+    bias.popitem()
+    assert validate(vocab=5000, logit_bias=bias).logit_bias == bias
 
 
 def test_logit_bias_keys_of_json_become_numbers() -> None:
