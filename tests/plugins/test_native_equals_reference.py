@@ -144,22 +144,25 @@ def fp8_values() -> np.ndarray:
 @pytest.mark.parametrize("group", [1, 17])
 def test_every_fp8_value_of_v_comes_out(tools, isa, group) -> None:
     """Matrix units take subnormal bf16 for 0: an error below the tolerance of random steps. Heads of one strip of rows
-    and of two are read by different loops."""
+    and of two are read by different loops, and the first key of a pair is decoded apart from the second."""
     values = fp8_values()
     row = np.concatenate([values, -values, np.zeros(4, np.float32)])
     attributes = tools.attributes(
         num_heads=group, num_kv_heads=1, head_dim=256, rotary_dim=0, kv_dtype=int(KvDtypeCode.FP8)
     )
-    sequences = tools.Sequences(attributes, [1])
-    sequences.qkv[0][0, -256:] = row
-    output = tools.Node(attributes, sequences.num_blocks, isa)(sequences.step([(0, 1)]))
-    np.testing.assert_allclose(output.reshape(group, 256), np.tile(row, (group, 1)), rtol=1e-5, atol=0)
+    sequences = tools.Sequences(attributes, [2])
+    sequences.qkv[0][:] = 0.0  # equal scores: both keys have a weight of exactly 1
+    sequences.qkv[0][:, -256:] = row
+    output = tools.Node(attributes, sequences.num_blocks, isa)(sequences.step([(0, 2)]))
+    np.testing.assert_allclose(output.reshape(2 * group, 256), np.tile(row, (2 * group, 1)), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("group", [1, 17])
-def test_every_fp8_value_of_k_counts(tools, isa, group) -> None:
-    """As above for K: of two keys one is 0 and one has a single value, a kv head each; queries bring all to a size."""
+@pytest.mark.parametrize("at", [4, 5])
+def test_every_fp8_value_of_k_counts(tools, isa, group, at) -> None:
+    """As above for K: of two keys one is 0 and one has a single value, a kv head each; queries bring all to a size.
+    An even dimension is decoded apart from an odd one."""
     values = fp8_values()
     heads, dim = len(values), 32
     attributes = tools.attributes(
@@ -174,8 +177,8 @@ def test_every_fp8_value_of_k_counts(tools, isa, group) -> None:
     tokens = np.zeros((2, (group + 2) * heads, dim), np.float32)
     queries, keys = tokens[:, : group * heads], tokens[:, group * heads : (group + 1) * heads]
     size = np.exp2(np.floor(np.log2(values)))
-    queries[1, :, 5] = np.repeat(1 / size, group)
-    keys[1, :, 5] = values
+    queries[1, :, at] = np.repeat(1 / size, group)
+    keys[1, :, at] = values
     tokens[1, (group + 1) * heads :] = 1.0
     sequences.qkv[0] = tokens.reshape(2, -1)
     output = tools.Node(attributes, sequences.num_blocks, isa)(sequences.step([(0, 2)]))

@@ -54,16 +54,17 @@ OrtStatus* attend_all(const OrtApi* api, const Kernel& k, const OrtKernelContext
   std::atomic<bool> out_of_memory{false};
   OrtStatus* status = for_each(api, context, p.items.size(), p.cost, [&](size_t i) {
     const WorkItem& item = p.items[i];
+    const WorkItem* const next = i + 1 < p.items.size() ? &item + 1 : nullptr;  // most often this thread's too
     float* scratch = scratch_buffer.get<float>(scratch_size);
     if (scratch == nullptr) {
       out_of_memory = true;
       return;
     }
-    if (item.unit < 0) return k.kernels->attend(a, s, item, scratch, nullptr);
+    if (item.unit < 0) return k.kernels->attend(a, s, item, next, scratch, nullptr);
     const WorkItem& unit = p.units[item.unit];
     const size_t tile_floats = static_cast<size_t>(unit.last_query - unit.first_query) * group * (a.head_dim + 2);
     float* const partial = partials + p.partial_offset[item.unit];
-    k.kernels->attend(a, s, item, scratch, partial + (item.first_tile - unit.first_tile) * tile_floats);
+    k.kernels->attend(a, s, item, next, scratch, partial + (item.first_tile - unit.first_tile) * tile_floats);
     // The last item to finish sees every other's partial results, and merges.
     if (pending[item.unit].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       k.kernels->merge(a, s, unit, scratch, partial);

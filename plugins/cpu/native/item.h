@@ -43,8 +43,19 @@ float* output_row(const Attributes& a, const Step& s, const WorkItem& item, cons
   return s.output + (token * a.num_heads + head) * a.head_dim;
 }
 
+// K of the i-th of the blocks that an item reads, or of its last.
+const uint8_t* keys_of_item(const Attributes& a, const Step& s, const WorkItem& item, int i) {
+  const Rows rows = rows_of(a, s, item);
+  const int start = item.first_tile * kKeyTile, end = item.last_tile * kKeyTile;
+  const int first = (rows.first_key > start ? rows.first_key : start) / a.block_size;
+  const int last = ((rows.last_key < end ? rows.last_key : end) - 1) / a.block_size;
+  const int block = s.block_table[item.sequence * s.table_width + (first + i < last ? first + i : last)];
+  return head_block(a, s.pool, block, item.kv_head).k;
+}
+
 // The physical blocks of the key tile that begins at position tile_start, and the keys of it that any row may see.
-TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item, const Rows& rows, int tile_start) {
+TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item, const WorkItem* next, const Rows& rows,
+                       int tile_start) {
   TileBlocks tile;
   tile.block_size = a.block_size;
   tile.first_key = rows.first_key > tile_start ? rows.first_key - tile_start : 0;
@@ -57,9 +68,11 @@ TileBlocks tile_blocks(const Attributes& a, const Step& s, const WorkItem& item,
   const int end = (rows.last_key < item.last_tile * kKeyTile ? rows.last_key : item.last_tile * kKeyTile) - tile_start;
   const int blocks = kBytesAhead / (a.block_size * a.head_dim * element_bytes(a.kv_dtype));
   tile.ahead = blocks < 1 ? 1 : blocks < kMostAhead ? blocks : kMostAhead;
-  for (int i = 0; i < kMostAhead; ++i) {
-    const int b = last + 1 + i;
-    tile.next[i] = b * a.block_size < end ? head_block(a, s.pool, table[b], item.kv_head).k : tile.block[last].k;
+  const int left = (end - 1) / a.block_size - last;  // blocks of this item
+  for (int i = 0; i < tile.ahead; ++i) {
+    tile.next[i] = i < left        ? head_block(a, s.pool, table[last + 1 + i], item.kv_head).k
+                   : next != nullptr ? keys_of_item(a, s, *next, i - left)
+                                     : tile.block[last].k;
   }
   return tile;
 }

@@ -188,7 +188,8 @@ void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, 
 // --- one item -------------------------------------------------------------------------------------------------------
 
 template <KvDtype T>
-void attend_item(const Attributes& a, const Step& s, const WorkItem& item, float* base, float* partial) {
+void attend_item(const Attributes& a, const Step& s, const WorkItem& item, const WorkItem* next, float* base,
+                 float* partial) {
   const Rows rows = rows_of(a, s, item);
   const Scratch scratch = scratch_views(a, rows.count, base);
   for (int r = 0; r < rows.count; ++r) {
@@ -197,7 +198,7 @@ void attend_item(const Attributes& a, const Step& s, const WorkItem& item, float
   if (partial == nullptr) clear_rows(a, rows, scratch.max, scratch.total, scratch.sum);
   for (int t = item.first_tile; t < item.last_tile; ++t) {
     const int start = t * kKeyTile;
-    const TileBlocks tile = tile_blocks(a, s, item, rows, start);
+    const TileBlocks tile = tile_blocks(a, s, item, next, rows, start);
     attend_tile<T>(a, tile, rows, start, scratch);
     for (int r = 0; r < rows.count; ++r) {
       const float* sum = scratch.tile_sum + r * a.head_dim;
@@ -213,12 +214,13 @@ void attend_item(const Attributes& a, const Step& s, const WorkItem& item, float
   if (partial == nullptr) write_rows(a, s, item, rows, scratch.total, scratch.sum);
 }
 
-[[maybe_unused]] void attend(const Attributes& a, const Step& s, const WorkItem& item, float* scratch, float* partial) {
+[[maybe_unused]] void attend(const Attributes& a, const Step& s, const WorkItem& item, const WorkItem* next,
+                             float* scratch, float* partial) {
   switch (a.kv_dtype) {
-    case kFp32: return attend_item<kFp32>(a, s, item, scratch, partial);
-    case kBf16: return attend_item<kBf16>(a, s, item, scratch, partial);
-    case kInt8: return attend_item<kInt8>(a, s, item, scratch, partial);
-    case kFp8: return attend_item<kFp8>(a, s, item, scratch, partial);
+    case kFp32: return attend_item<kFp32>(a, s, item, next, scratch, partial);
+    case kBf16: return attend_item<kBf16>(a, s, item, next, scratch, partial);
+    case kInt8: return attend_item<kInt8>(a, s, item, next, scratch, partial);
+    case kFp8: return attend_item<kFp8>(a, s, item, next, scratch, partial);
   }
 }
 

@@ -7,12 +7,13 @@ namespace castline {
 namespace amx {
 namespace {
 
-void attend_tiles(const Attributes& a, const Step& s, const WorkItem& item, float* scratch, float* partial) {
+void attend_tiles(const Attributes& a, const Step& s, const WorkItem& item, const WorkItem* next, float* scratch,
+                  float* partial) {
   switch (a.kv_dtype) {
-    case kFp32: return attend_item<kFp32>(a, s, item, scratch, partial);
-    case kBf16: return attend_with_tiles<kBf16>(a, s, item, scratch, partial);
-    case kInt8: return attend_with_tiles<kInt8>(a, s, item, scratch, partial);
-    case kFp8: return attend_with_tiles<kFp8>(a, s, item, scratch, partial);
+    case kFp32: return attend_item<kFp32>(a, s, item, next, scratch, partial);
+    case kBf16: return attend_with_tiles<kBf16>(a, s, item, next, scratch, partial);
+    case kInt8: return attend_with_tiles<kInt8>(a, s, item, next, scratch, partial);
+    case kFp8: return attend_with_tiles<kFp8>(a, s, item, next, scratch, partial);
   }
 }
 

@@ -247,11 +247,12 @@ void attend_few_rows(const TileStep& t, const TileBlocks& tile, float* partial) 
 // --- one item --------------------------------------------------------------------------------------------------------
 
 template <KvDtype T>
-void attend_with_tiles(const Attributes& a, const Step& s, const WorkItem& item, float* base, float* partial) {
+void attend_with_tiles(const Attributes& a, const Step& s, const WorkItem& item, const WorkItem* next, float* base,
+                       float* partial) {
   const Rows rows = rows_of(a, s, item);
   if constexpr (T == kInt8) {
     // Integer dot products of vectors give the same bits, and are faster here.
-    if (rows.count <= kFewRows) return attend_item<T>(a, s, item, base, partial);
+    if (rows.count <= kFewRows) return attend_item<T>(a, s, item, next, base, partial);
   }
   TileScratch scratch;
   tile_scratch_views<T>(a, rows.count, reinterpret_cast<uint8_t*>(base), &scratch);
@@ -264,7 +265,7 @@ void attend_with_tiles(const Attributes& a, const Step& s, const WorkItem& item,
   const TileShapes shapes(rows.count < kStrip ? rows.count : kStrip);
   for (int t = item.first_tile; t < item.last_tile; ++t) {
     const int start = t * kKeyTile;
-    const TileBlocks tile = tile_blocks(a, s, item, rows, start);
+    const TileBlocks tile = tile_blocks(a, s, item, next, rows, start);
     RightOperands right;
     const TileStep step = {a, rows, scratch, right, start};
     if (T == kFp8 && rows.count <= kStrip) {

@@ -10,8 +10,8 @@ namespace castline::CASTLINE_ISA {
 namespace {
 
 // Rows of *words* words of two fp8 elements, *stride* words apart, as rows of Vectors * 16 words of bf16. Past the end
-// of a row are zeros. What is *ahead* bytes further is fetched meanwhile, a line at a time: no processor foresees in
-// which block keys go on, and a burst of lines would hold up the loads that are waited for.
+// of a row are zeros. What is *ahead* bytes further is fetched meanwhile, a line at a time: a burst of lines would hold
+// up the loads that are waited for.
 template <int Vectors>
 CASTLINE_INLINE void convert_words(const uint8_t* from, ptrdiff_t stride, int rows, int words, ptrdiff_t out_words,
                                    uint8_t* out, ptrdiff_t ahead) {
@@ -43,8 +43,6 @@ struct FewRows {
   const uint8_t* values_at(int key) const {
     return tile.block[key / tile.block_size].v + key % tile.block_size * head_dim;
   }
-  // The key of the next part that is to be fetched while *key* is converted.
-  int next_key(int key) const { return key + kPartKeys < tile.last_key ? key + kPartKeys : key; }
 
   // Calls f(key, keys, whether the tile has any of them) for each run of keys of part *part* that lie in one block.
   template <class Function>
@@ -60,7 +58,7 @@ struct FewRows {
       if (!used) return;  // their scores are masked
       uint8_t* const out = k_parts[part % 2] + key % kPartKeys * 4;
       const uint8_t* const from = keys_at(key);
-      const ptrdiff_t ahead = keys_at(next_key(key)) - from;
+      const ptrdiff_t ahead = tile.ahead_of_k(key / tile.block_size);
       if (width == kPartKeys) {
         convert_words<2>(from, tile.block_size, head_dim / 2, kPartKeys, kPartKeys, out, ahead);
       } else {
@@ -80,7 +78,7 @@ struct FewRows {
         return;
       }
       const uint8_t* const from = values_at(key);
-      const ptrdiff_t ahead = values_at(next_key(key)) - from;
+      const ptrdiff_t ahead = tile.ahead_of_v(key / tile.block_size);
       convert_words<Groups>(from + 2 * dim, head_dim, width / 2, head_dim - dim, Groups * kGroup, out, ahead);
     });
   }

@@ -20,7 +20,7 @@ struct TileBlocks {
   HeadBlock block[kKeyTile / 16];
   int block_size, first_key, last_key;
   int ahead;                        // blocks, 1 .. kMostAhead
-  const uint8_t* next[kMostAhead];  // K of the blocks after the tile's, or any address
+  const uint8_t* next[kMostAhead];  // K of the blocks after the tile's, [ahead], or any address
 
   // How far what is read *ahead* blocks after K, or V, of block b is from it.
   ptrdiff_t ahead_of_k(int b) const { return read_as(b - first_block() + ahead) - block[b].k; }
