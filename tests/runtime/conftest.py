@@ -129,7 +129,7 @@ class ScriptedSampler:
         tokens = [shifted(token, self.sequences[key][1]) for token, key in best]
         wanted = [self.sequences[key][0].logprobs is not None for key in seq_keys]
         logprobs = [_logprobs(token) if want else None for token, want in zip(tokens, wanted, strict=True)]
-        return SampleResult(np.array(tokens, np.int64), logprobs)
+        return SampleResult(tokens, logprobs)
 
     def prompt_logprobs(self, logits: np.ndarray, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """``rank`` is what the model would have chosen: it tells which row the answer came from."""
