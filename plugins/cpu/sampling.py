@@ -94,7 +94,8 @@ def draw_rows(
 
     *maxima* [.., blocks] are those of the same rows (castline.plugins.linear.MAXIMA_BLOCK), where they are known: then
     a greedy choice reads one block of its row.
-    *num_threads* is as for `RowDraws`. The interpreter lock is released meanwhile. Raises EngineError where CASTLINE_ISA is refused.
+    *num_threads* is as for `RowDraws`. The interpreter lock is released meanwhile. Raises EngineError where
+    CASTLINE_ISA is refused.
     """
     return np.array(RowDraws(num_threads)(logits, choices, maxima), np.int64)
 

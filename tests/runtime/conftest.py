@@ -254,9 +254,9 @@ class Engine:
         assert not core.has_work
         assert core.stats().kv_blocks_used == 0
         assert not scheduler.groups
-        assert not scheduler._sequences
-        assert not scheduler._running
-        assert not scheduler._waiting
+        assert not scheduler._roster.sequences
+        assert not scheduler._roster.running
+        assert not scheduler._roster.waiting
         assert not scheduler.kv._computing
         assert not core._deadlines
         assert not core._suspects
