@@ -98,7 +98,7 @@ class DeviceRunner:
                 kept[seq_id] = token
         self._sampler.tokens.record(list(kept), list(kept.values()))
         for seq_id, token in kept.items():
-            samples.token_ids[seq_id] = [token]
+            samples.token_ids[seq_id] = (token,)
 
 
 def _continues(batch: StepBatch, after: StepInFlight) -> NDArray[np.int32]:

@@ -24,10 +24,12 @@ from castline.runtime.sampler_api import UNSOUND_LOGITS, BrokenLogits, SampleRes
 from castline.runtime.sampling_params import SamplingParams
 
 Logits = NDArray[np.float32]
-DrawRows = Callable[[Logits, NDArray[Any], Logits | None], NDArray[np.int64]]
-"""Logits, choices, maxima (`castline.plugins.cpu.sampling.draw_rows`)."""
+DrawRows = Callable[[Logits, NDArray[Any], Logits | None], list[int]]
+"""Logits, choices, maxima (`castline.plugins.cpu.sampling.RowDraws`)."""
 
 _MOST_BATCHES = 4
+_TABLE_STEPS = 16
+"""Steps whose random numbers are gathered at once."""
 
 
 class _Sequence:
@@ -60,24 +62,42 @@ class _Batch:
         self.choices["top_k"] = [max(p.top_k, 0) for p in params]
         self.choices["top_p"] = [p.top_p for p in params]
         self.choices["min_p"] = [p.min_p for p in params]
-        self.no_logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
         self.logits: Logits | None = None
         """The last step's array."""
         self._uniforms = self.choices["uniform"]
         drawn_rows = [row for row, seq in enumerate(sequences) if not seq.params.greedy]
         self._drawn_rows = slice(None) if len(drawn_rows) == len(sequences) else drawn_rows
+        self._table: NDArray[np.float64] | None = None
+        """[steps, drawn]: numbers of the next steps. None while others may get tokens between this batch's."""
+        self._step = 0
+        """Tokens of each since the table was made."""
+
+    def resume(self) -> None:
+        """Another batch was sampled since the last time: its sequences may be some of these."""
+        self._table = None
+        self._step = 0
 
     def next_choices(self, ahead: int = 0) -> NDArray[Any]:
         """For the next token of each, or *ahead* tokens after it."""
         if self.drawn:
-            self._uniforms[self._drawn_rows] = [seq.uniforms.at(seq.num_generated + ahead) for seq in self.drawn]
+            self._uniforms[self._drawn_rows] = self._next_uniforms(ahead)
         return self.choices
+
+    def _next_uniforms(self, ahead: int) -> NDArray[np.float64] | list[float]:
+        step = self._step + ahead
+        if self._table is None or step >= len(self._table):
+            if self._step == 0:
+                return [seq.uniforms.at(seq.num_generated + ahead) for seq in self.drawn]
+            self._table = np.array([seq.uniforms.run(seq.num_generated, _TABLE_STEPS) for seq in self.drawn]).T.copy()
+            self._step, step = 0, ahead
+        return self._table[step]
 
     def record(self, tokens: Sequence[int]) -> None:
         for seq in self._counted:
             seq.num_generated += 1
         for row, _, edits in self.edited:
             edits.append(tokens[row])
+        self._step += 1
 
 
 class Sampler:
@@ -102,6 +122,7 @@ class Sampler:
         self._sequences: dict[int, _Sequence] = {}
         self._batches: dict[tuple[int, ...], _Batch] = {}
         """The last few by their keys: steps with guesses alternate between all sequences and those that guess."""
+        self._last: tuple[tuple[int, ...], _Batch] | None = None
 
     def __len__(self) -> int:
         """Sequences it holds state for."""
@@ -118,6 +139,7 @@ class Sampler:
         """Forgets a sequence; unknown keys are ignored."""
         if self._sequences.pop(seq_key, None) is not None:
             self._batches.clear()  # the key may come again
+            self._last = None
 
     def sample(self, logits: Logits, seq_keys: Sequence[int], maxima: Logits | None = None) -> SampleResult:
         """Chooses and records the next token of each sequence from its row of *logits* [rows, vocabulary].
@@ -136,11 +158,10 @@ class Sampler:
                 tokens = self._draw(logits, batch.next_choices(), None)  # edits may have changed any maximum
         else:
             tokens = self._draw(logits, batch.next_choices(), maxima)
-        token_ids = tokens.tolist()
-        if NO_TOKEN in token_ids:
+        if NO_TOKEN in tokens:
             raise _broken(logits, tokens, seq_keys)
-        logprobs = _logprobs(logits, tokens, batch)
-        batch.record(token_ids)
+        logprobs = _logprobs(logits, tokens, batch) if batch.logprob_rows else []
+        batch.record(tokens)
         return SampleResult(tokens, logprobs)
 
     def wants_logits(self, seq_keys: Sequence[int], ahead: int = 0) -> list[int]:
@@ -156,11 +177,16 @@ class Sampler:
         self._batch_of(tuple(seq_keys)).record(token_ids)
 
     def _batch_of(self, seq_keys: tuple[int, ...]) -> _Batch:
+        if self._last is not None and self._last[0] is seq_keys:  # most steps
+            return self._last[1]
         batch = self._batches.get(seq_keys)
         if batch is None:
             if len(self._batches) >= _MOST_BATCHES:
                 self._batches.clear()
             batch = self._batches[seq_keys] = _Batch([self._sequences[key] for key in seq_keys])
+        if self._last is None or self._last[1] is not batch:
+            batch.resume()
+        self._last = seq_keys, batch
         return batch
 
     def prompt_logprobs(self, logits: Logits, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -189,9 +215,9 @@ def _edited(logits: Logits, batch: _Batch) -> Iterator[None]:
             logits[row, ids] = values
 
 
-def _broken(logits: Logits, tokens: NDArray[np.int64], seq_keys: Sequence[int]) -> BrokenLogits:
+def _broken(logits: Logits, tokens: Sequence[int], seq_keys: Sequence[int]) -> BrokenLogits:
     """The engine's faults first: rows that its logits leave no token. The others are broken by their own options."""
-    rows = np.flatnonzero(tokens == NO_TOKEN).tolist()
+    rows = [row for row, token in enumerate(tokens) if token == NO_TOKEN]
     unsound = [row for row in rows if not np.isfinite(logits[row].max())]
     if unsound:
         return BrokenLogits({seq_keys[row]: UNSOUND_LOGITS for row in unsound}, ErrorCode.ENGINE_FAILED)
@@ -199,14 +225,12 @@ def _broken(logits: Logits, tokens: NDArray[np.int64], seq_keys: Sequence[int]) 
     return BrokenLogits({seq_keys[row]: reason for row in rows}, ErrorCode.INVALID_VALUE)
 
 
-def _logprobs(logits: Logits, tokens: NDArray[np.int64], batch: _Batch) -> list[TokenLogprobs | None]:
+def _logprobs(logits: Logits, tokens: Sequence[int], batch: _Batch) -> list[TokenLogprobs | None]:
     """Of the raw logits, for the rows that asked."""
     wanted = batch.logprob_rows
-    if not wanted:
-        return batch.no_logprobs
-    result = batch.no_logprobs.copy()
+    result: list[TokenLogprobs | None] = [None] * len(tokens)
     num_top = [batch.sequences[row].params.logprobs or 0 for row in wanted]
-    entries = token_logprobs(take_rows(logits, wanted), tokens[wanted].tolist(), num_top)
+    entries = token_logprobs(take_rows(logits, wanted), [tokens[row] for row in wanted], num_top)
     for row, entry in zip(wanted, entries, strict=True):
         result[row] = entry
     return result

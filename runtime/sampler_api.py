@@ -16,10 +16,10 @@ UNSOUND_LOGITS: Final = "the step gave NaN or infinite logits"
 
 
 class SampleResult(msgspec.Struct, frozen=True):
-    token_ids: NDArray[np.int64]
-    """[R]"""
+    token_ids: list[int]
+    """One a row."""
     logprobs: list[TokenLogprobs | None]
-    """One a row; None where the request did not ask."""
+    """One a row, None where its request did not ask; empty where none did."""
 
 
 class BrokenLogits(EngineError):

@@ -17,7 +17,6 @@ the oldest always advances: every step computes at least one token while there i
 that the model confirms are ever part of a sequence, of its computed tokens, or of the prefix cache.
 """
 
-from bisect import insort
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Tokens
 
@@ -30,9 +29,10 @@ from castline.runtime.lanes import Lane, LanePolicy
 from castline.runtime.look_ahead import look_ahead
 from castline.runtime.plan import ScheduledSequence, StepPlan
 from castline.runtime.request import Request
+from castline.runtime.roster import Roster
 from castline.runtime.sequence import Progress, Sequence, SequenceGroup, new_group
 from castline.runtime.speculation import Speculation
-from castline.runtime.waiting import Admission, AdmissionRound, WaitingRoom
+from castline.runtime.waiting import Admission, AdmissionRound
 
 
 class Scheduler:
@@ -50,15 +50,10 @@ class Scheduler:
         self.limits = limits
         self.kv = kv or KvManager(limits.num_blocks, limits.block_size)
         self.counters = Counters()
-        self.groups: dict[str, SequenceGroup] = {}
-        """Requests with a live continuation."""
+        self._roster = Roster(limits)
         self._policy = policy or LanePolicy()
         self._eos = frozenset(eos_token_ids)
         self._speculation = speculation or (Speculation(limits) if limits.max_drafts else None)
-        self._running: list[Sequence] = []
-        """Oldest first."""
-        self._waiting = WaitingRoom(limits)
-        self._sequences: dict[int, Sequence] = {}
         self._next_seq_id = 0
         self._reset_step()
 
@@ -66,19 +61,24 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._roster.sequences)
+
+    @property
+    def groups(self) -> dict[str, SequenceGroup]:
+        """Requests with a live continuation."""
+        return self._roster.groups
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._sequences) - len(self._running)
+        return self._roster.num_waiting
 
     def get(self, seq_id: int) -> Sequence | None:
         """The live sequence of that id."""
-        return self._sequences.get(seq_id)
+        return self._roster.sequences.get(seq_id)
 
     def add(self, request: Request) -> None:
         """Queues a request that fits (castline.runtime.admission), under an id that no live request has."""
@@ -89,31 +89,14 @@ class Scheduler:
             stop = stop.union(params.stop_token_ids)
         group = new_group(request, stop, length_limit(len(prompt), params, self.limits), self._next_seq_id)
         self._next_seq_id += params.n
-        self._sequences |= {seq.seq_id: seq for seq in group.members.values()}
-        first, *group.pending = group.members.values()
-        uncached = len(prompt) - len(self.kv.lookup(first)) * self.kv.block_size
-        first.lane = self._policy.lane_of(uncached, self.limits.max_num_batched_tokens)
-        self._waiting.append(first)
-        self.groups[request.request_id] = group
+        uncached = len(prompt) - len(self.kv.lookup(group.members[0])) * self.kv.block_size
+        self._roster.add(group, self._policy.lane_of(uncached, self.limits.max_num_batched_tokens))
 
     def remove(self, seq: Sequence) -> None:
         """*seq* has ended, for whatever reason. Between steps, or between the execution of a step and its commit."""
-        group = seq.group
-        del self._sequences[seq.seq_id]
-        del group.members[seq.index]
-        if not group.members:
-            del self.groups[group.request.request_id]
-        if seq in group.pending:
-            group.pending.remove(seq)
-            return
         if seq.running:
-            self._stop_running(seq)
-        else:
-            self._waiting.discard(seq)
-        if group.pending:
-            heir = group.pending.pop(0)
-            heir.lane = seq.lane
-            self._waiting.append_front(heir)
+            self.kv.release(seq)
+        self._roster.remove(seq)
 
     # A step
 
@@ -121,19 +104,19 @@ class Scheduler:
         """The next step. With *only*, nothing but these running sequences, and nobody is admitted."""
         self._reset_step()
         self._schedule_decodes(only)
-        if len(self._plan) < len(self._sequences):  # else everyone there is decodes
+        if len(self._plan) < len(self._roster.sequences):  # else everyone there is decodes
             long_budget = self._long_budget() if only is None else self._budget
             long_budget -= self._schedule_prompts(Lane.LONG, long_budget, only)
             self._schedule_prompts(Lane.SHORT, self._budget, only)
             if only is None:
                 self._admit_waiting(long_budget)
         if only is None and self._speculation is not None:
-            self._speculation.extend(self._plan, self._sequences, self.kv, self._budget)
+            self._speculation.extend(self._plan, self._roster.sequences, self.kv, self._budget)
         return StepPlan(tuple(self._plan), self.kv.block_copies, tuple(self._preempted))
 
     def look_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after *plan*, which is being executed: see castline.runtime.look_ahead."""
-        return look_ahead(plan, self._sequences, self._running, self._waiting, self.kv)
+        return look_ahead(plan, self._roster.sequences, self._roster.running, self._roster.waiting, self.kv)
 
     def commit(self, plan: StepPlan, sampled: Mapping[int, Tokens[int]]) -> list[Progress]:
         """Applies an executed plan: *sampled* has the new tokens by seq_id. Returns who got a token or ended.
@@ -144,8 +127,9 @@ class Scheduler:
         self.kv.commit_copies()
         self.counters.steps += 1
         progress, num_generated, block_size = [], 0, self.kv.block_size
+        sequences = self._roster.sequences
         for part in plan.scheduled:
-            seq = self._sequences.get(part.seq_id)
+            seq = sequences.get(part.seq_id)
             if seq is None:  # removed since
                 continue
             num_tokens = len(seq.token_ids)
@@ -156,7 +140,8 @@ class Scheduler:
             if seq.num_computed // block_size > len(seq.cached_blocks):
                 self.kv.publish(seq)
             if not seq.group.prompt_computed and seq.num_computed >= seq.num_prompt:
-                self._prompt_computed(seq.group)
+                self._roster.let_follow(seq.group)
+                self.counters.prompt_tokens += seq.num_prompt
             if finish is None and not part.samples and seq.num_computed >= seq.max_len:
                 finish = Finish(FinishReason.LENGTH)
             if part.num_drafts:
@@ -175,18 +160,15 @@ class Scheduler:
         """
         self.kv.undo_copies()
         for part in plan.scheduled:
-            if (seq := self._sequences.get(part.seq_id)) is not None:
+            if (seq := self._roster.sequences.get(part.seq_id)) is not None:
                 self.kv.trim(seq)
                 if part.num_drafts and self._speculation is not None:
                     self._speculation.record(seq, part.num_drafts, 0)
 
     def check(self) -> None:
         """Asserts, between steps, that blocks, tables and queues agree."""
-        self.kv.check(self._sequences.values())
-        assert all(seq.running for seq in self._running)
-        assert all(not seq.block_ids for seq in self._sequences.values() if not seq.running), "a waiter holds blocks"
-        queued = len(self._waiting) + sum(len(group.pending) for group in self.groups.values())
-        assert self.num_waiting == queued, "a sequence is lost"
+        self.kv.check(self._roster.sequences.values())
+        self._roster.check()
 
     # Parts of a step
 
@@ -198,23 +180,33 @@ class Scheduler:
         self._budget = self.limits.max_num_batched_tokens
 
     def _schedule_decodes(self, only: Collection[int] | None) -> None:
-        index = 0
-        while index < len(self._running) and self._budget:  # preemption takes from the end of the list
-            seq = self._running[index]
+        running, index = self._roster.running, 0
+        size, is_writable = self.kv.block_size, self.kv.pool.is_writable
+        while index < len(running) and self._budget:  # preemption takes from the end of the list
+            seq = running[index]
             index += 1
-            if len(seq.token_ids) - seq.num_computed == 1 and (only is None or seq.seq_id in only):
+            start, num_tokens, table = seq.num_computed, len(seq.token_ids), seq.block_ids
+            if num_tokens - start != 1 or (only is not None and seq.seq_id not in only):
+                continue
+            block = start // size
+            if seq.started and num_tokens < seq.max_len and block < len(table) and is_writable(table[block]):
+                # As _schedule, for most sequences of most steps: what has its first token wants no prompt logprobs.
+                self._plan.append(ScheduledSequence(seq.seq_id, (seq.token_ids[start],), start, table, True))
+                self._budget -= 1
+            else:
                 self._schedule(seq, 1)
 
     def _schedule_prompts(self, lane: Lane, budget: int, only: Collection[int] | None) -> int:
         """Advances running prompts of *lane*, oldest first. Returns the tokens it took."""
         taken = 0
-        for seq in [seq for seq in self._running if seq.lane is lane and seq.num_uncomputed > 1]:
+        for seq in [seq for seq in self._roster.running if seq.lane is lane and seq.num_uncomputed > 1]:
             if taken < budget and seq.running and (only is None or seq.seq_id in only):
                 taken += self._schedule(seq, budget - taken)
         return taken
 
     def _long_budget(self) -> int:
-        shared = self._plan or self._waiting.has(Lane.SHORT) or any(seq.lane is Lane.SHORT for seq in self._running)
+        running, waiting = self._roster.running, self._roster.waiting
+        shared = self._plan or waiting.has(Lane.SHORT) or any(seq.lane is Lane.SHORT for seq in running)
         share = self._policy.long_budget(self.limits.max_num_batched_tokens)
         return min(self._budget, share) if shared else self._budget
 
@@ -223,12 +215,12 @@ class Scheduler:
 
         Who is admitted gets a token of the budget at once, so there are never more running than the budget can serve.
         """
-        if len(self._running) >= self.limits.max_num_seqs or not self._waiting:
+        if len(self._roster.running) >= self.limits.max_num_seqs or not self._roster.waiting:
             return
-        admissions = AdmissionRound(self._waiting, self.kv)
-        while len(self._running) < self.limits.max_num_seqs:
+        admissions = AdmissionRound(self._roster.waiting, self.kv)
+        while len(self._roster.running) < self.limits.max_num_seqs:
             budgets = {Lane.LONG: min(long_budget, self._budget), Lane.SHORT: self._budget}
-            admission = admissions.next(self._running, budgets)
+            admission = admissions.next(self._roster.running, budgets)
             if admission is None:
                 return
             self._admit(admission)
@@ -238,9 +230,7 @@ class Scheduler:
     def _admit(self, admission: Admission) -> None:
         """Lets it run, from the blocks it can share; forked, it still computes the last prompt token for itself."""
         seq = admission.seq
-        self._waiting.discard(seq)
-        seq.running = True
-        insort(self._running, seq, key=lambda seq: seq.seq_id)
+        self._roster.run(seq)
         if admission.source:
             self.kv.fork(admission.source, seq, seq.num_prompt - 1)
         else:
@@ -281,7 +271,10 @@ class Scheduler:
             if victim is None:
                 count = min(count, self.kv.capacity(seq))
                 break
-            self._preempt(victim)
+            self.kv.release(victim)
+            self._roster.preempt(victim)
+            self._preempted.append(victim.seq_id)
+            self.counters.preemptions += 1
             missing = self.kv.missing(seq, count)
         if count:
             self.kv.reserve(seq, count)
@@ -290,31 +283,12 @@ class Scheduler:
     def _victim(self, seq: Sequence) -> Sequence | None:
         """The latest arrival that is younger than *seq* and not in the plan."""
         in_plan = {part.seq_id for part in self._plan}
-        for candidate in reversed(self._running):
+        for candidate in reversed(self._roster.running):
             if candidate.seq_id <= seq.seq_id:
                 break
             if candidate.seq_id not in in_plan:
                 return candidate
         return None
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._stop_running(seq)
-        self._waiting.append_front(seq)
-        self._preempted.append(seq.seq_id)
-        self.counters.preemptions += 1
-
-    def _stop_running(self, seq: Sequence) -> None:
-        self._running.remove(seq)
-        seq.running = False
-        self.kv.release(seq)
-
-    def _prompt_computed(self, group: SequenceGroup) -> None:
-        """Lets the other continuations of a request follow the first one."""
-        group.prompt_computed = True
-        self.counters.prompt_tokens += len(group.request.prompt_token_ids)
-        for seq in reversed(group.pending):
-            self._waiting.append_front(seq)
-        group.pending.clear()
 
     def _count_hits(self, seq: Sequence) -> None:
         group = seq.group

@@ -91,15 +91,14 @@ class Sequence:
     def append(self, sampled: Iterable[int]) -> tuple[tuple[int, ...], Finish | None]:
         """Appends tokens up to the one that ends the sequence. Returns those appended."""
         token_ids, stop_token_ids = self.token_ids, self.group.stop_token_ids
-        taken: list[int] = []
-        for token in sampled:
-            taken.append(token)
+        taken = tuple(sampled)
+        for count, token in enumerate(taken, 1):
             token_ids.append(token)
             if token in stop_token_ids and self._may_stop():
-                return tuple(taken), Finish(FinishReason.STOP, stop_token_id=token)
+                return taken[:count], Finish(FinishReason.STOP, stop_token_id=token)
             if len(token_ids) >= self.max_len:
-                return tuple(taken), Finish(FinishReason.LENGTH)
-        return tuple(taken), None
+                return taken[:count], Finish(FinishReason.LENGTH)
+        return taken, None
 
     def _may_stop(self) -> bool:
         return self.num_tokens - self.num_prompt >= self.group.request.params.min_tokens

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class StepSamples(msgspec.Struct):
     """By seq_id."""
 
-    token_ids: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    token_ids: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
     """At least one for each sequence that samples, unless it is broken."""
     logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     """One for each token, of the sequences that asked."""
@@ -73,7 +73,7 @@ def sample_step(sampler: Sampler, batch: StepBatch, all_rows: Rows) -> StepSampl
 
 def _is_right(guess: DraftRows, samples: StepSamples, depth: int) -> bool:
     """The sequence has been given its guessed tokens so far, and token *depth* of the guess was the latest."""
-    tokens = samples.token_ids.get(guess.seq_id, [])
+    tokens = samples.token_ids.get(guess.seq_id, ())
     return (
         depth < len(guess.token_ids)
         and len(tokens) == depth + 1
@@ -99,13 +99,13 @@ def sample_rows(sampler: Sampler, samples: StepSamples, rows: Rows, seq_ids: Seq
 
 
 def _keep(samples: StepSamples, result: SampleResult, seq_ids: Sequence[int]) -> None:
-    if not samples.token_ids and result.logprobs.count(None) == len(seq_ids):  # most steps
-        samples.token_ids = dict(zip(seq_ids, [[token] for token in result.token_ids.tolist()], strict=True))
-        return
-    for seq_id, token, logprobs in zip(seq_ids, result.token_ids.tolist(), result.logprobs, strict=True):
-        if seq_id in samples.token_ids:
-            samples.token_ids[seq_id].append(token)
-        else:
-            samples.token_ids[seq_id] = [token]
-        if logprobs is not None:
-            samples.logprobs.setdefault(seq_id, []).append(logprobs)
+    tokens = zip(seq_ids, zip(result.token_ids), strict=True)
+    if samples.token_ids:
+        for seq_id, token in tokens:
+            samples.token_ids[seq_id] = samples.token_ids.get(seq_id, ()) + token
+    else:  # most steps
+        samples.token_ids = dict(tokens)
+    if result.logprobs:
+        for seq_id, logprobs in zip(seq_ids, result.logprobs, strict=True):
+            if logprobs is not None:
+                samples.logprobs.setdefault(seq_id, []).append(logprobs)

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,14 +47,14 @@ class RowDraws:
 
     def __call__(
         self, logits: NDArray[np.float32], choices: NDArray[Any], maxima: NDArray[np.float32] | None = None
-    ) -> NDArray[np.int64]:
+    ) -> list[int]:
         """See `draw_rows`."""
         given = self._given
         if self._draw is None or logits is not given[0] or choices is not given[1] or maxima is not given[2]:
             self._draw = self._prepare(logits, choices, maxima)
         if self._draw():
             raise EngineError("CASTLINE_ISA names kernels this host lacks")
-        return self._tokens.copy()
+        return cast(list[int], self._tokens.tolist())
 
     def _prepare(
         self, logits: NDArray[np.float32], choices: NDArray[Any], maxima: NDArray[np.float32] | None
@@ -94,9 +94,10 @@ def draw_rows(
 
     *maxima* [.., blocks] are those of the same rows (castline.plugins.linear.MAXIMA_BLOCK), where they are known: then
     a greedy choice reads one block of its row.
-    *num_threads* is as for `RowDraws`. The interpreter lock is released meanwhile. Raises EngineError where CASTLINE_ISA is refused.
+    *num_threads* is as for `RowDraws`. The interpreter lock is released meanwhile. Raises EngineError where
+    CASTLINE_ISA is refused.
     """
-    return RowDraws(num_threads)(logits, choices, maxima)
+    return np.array(RowDraws(num_threads)(logits, choices, maxima), np.int64)
 
 
 @cache

@@ -129,7 +129,7 @@ class ScriptedSampler:
         tokens = [shifted(token, self.sequences[key][1]) for token, key in best]
         wanted = [self.sequences[key][0].logprobs is not None for key in seq_keys]
         logprobs = [_logprobs(token) if want else None for token, want in zip(tokens, wanted, strict=True)]
-        return SampleResult(np.array(tokens, np.int64), logprobs)
+        return SampleResult(tokens, logprobs)
 
     def prompt_logprobs(self, logits: np.ndarray, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """``rank`` is what the model would have chosen: it tells which row the answer came from."""
@@ -254,9 +254,9 @@ class Engine:
         assert not core.has_work
         assert core.stats().kv_blocks_used == 0
         assert not scheduler.groups
-        assert not scheduler._sequences
-        assert not scheduler._running
-        assert not scheduler._waiting
+        assert not scheduler._roster.sequences
+        assert not scheduler._roster.running
+        assert not scheduler._roster.waiting
         assert not scheduler.kv._computing
         assert not core._deadlines
         assert not core._suspects

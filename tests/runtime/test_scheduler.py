@@ -82,7 +82,7 @@ def test_the_victim_goes_before_those_that_wait(make_engine):
         engine.step()
         for seq_id in engine.plans[-1].preempted:
             scheduler = engine.core.scheduler
-            line = scheduler._waiting.first(scheduler.get(seq_id).lane)
+            line = scheduler._roster.waiting.first(scheduler.get(seq_id).lane)
             assert line[0].seq_id == seq_id
             num_behind.append(len(line) - 1)
     assert num_behind[0] == 1
@@ -150,7 +150,7 @@ def test_only_younger_sequences_outside_the_step_are_preempted(make_engine):
         engine.add(f"r{number}", [number, *range(7)], max_tokens=10)
     engine.step()
     engine.step()
-    oldest, second, third, youngest = scheduler._running
+    oldest, second, third, youngest = scheduler._roster.running
     scheduler._reset_step()
     assert scheduler._victim(second) is youngest
     assert scheduler._victim(youngest) is None
@@ -168,7 +168,7 @@ def test_a_sequence_with_room_misses_nothing(make_engine):
     seen = set()
     while engine.core.has_work:
         kv = engine.core.scheduler.kv
-        for seq in engine.core.scheduler._running:
+        for seq in engine.core.scheduler._roster.running:
             assert kv.has_room(seq) == (kv.missing(seq, 1) == 0)
             seen.add(kv.has_room(seq))
         engine.step()

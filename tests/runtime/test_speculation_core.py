@@ -189,7 +189,7 @@ def test_after_a_step_no_block_is_held_for_wrong_guesses(make_engine):
         engine.add(f"r{number}", [*LOOP, number], max_tokens=40)
     while engine.core.has_work:
         engine.step()
-        for seq in engine.core.scheduler._running:
+        for seq in engine.core.scheduler._roster.running:
             assert len(seq.block_ids) == -(-seq.num_computed // 2)
     assert engine.core.stats().spec_drafted_tokens > engine.core.stats().spec_accepted_tokens
 

@@ -178,7 +178,7 @@ def test_seeds_sample_the_distribution(params: SamplingParams) -> None:
     expected = reference_distribution(row[0].tolist(), params, prompt=(1, 3))
     sampler = sampler_of(vocab, *(replace(params, seed=seed) for seed in range(draws)))
     tokens = sampler.sample(np.repeat(row, draws, axis=0), range(draws)).token_ids
-    seen = Counter(tokens.tolist())
+    seen = Counter(tokens)
     assert set(seen) <= set(expected)
     chi_square = sum((seen[t] - p * draws) ** 2 / (p * draws) for t, p in expected.items())
     degrees = len(expected) - 1
@@ -225,7 +225,28 @@ def test_the_text_is_the_same_alone_and_in_any_batch(order: list[int], alone: in
         single = solo.sample(logits[step, alone : alone + 1].copy(), [alone])
         at = keys.index(alone)
         assert together.token_ids[at] == single.token_ids[0]
-        assert together.logprobs[at] == single.logprobs[0]
+        assert (together.logprobs or [None] * len(keys))[at] == (single.logprobs or [None])[0]
+
+
+def test_random_numbers_go_on_in_whatever_batch() -> None:
+    """They are gathered for many steps of one batch: where another has the sequence meanwhile, each is still used once,
+    and in order."""
+    rng = np.random.default_rng(4)
+    params = [SamplingParams(seed=key) for key in range(5)]
+    flat = np.zeros((5, 10_000), np.float32)
+    batch = sampler_of(10_000, *params)
+    texts: list[list[int]] = [[] for _ in params]
+    for _ in range(24):
+        keys = tuple(sorted(rng.choice(5, int(rng.integers(1, 6)), replace=False).tolist()))
+        for _ in range(int(rng.choice([1, 2, 15, 16, 17, 40]))):
+            ahead = batch.choices(keys, ahead=1)["uniform"].tolist()
+            for key, token in zip(keys, batch.sample(flat[: len(keys)], keys).token_ids, strict=True):
+                texts[key].append(token)
+            assert batch.choices(keys)["uniform"].tolist() == ahead
+    assert min(map(len, texts)) > 128
+    for key, text in enumerate(texts):
+        solo = sampler_of(10_000, *params)
+        assert text == [solo.sample(flat[:1], [key]).token_ids[0] for _ in text]
 
 
 def test_seeds_of_either_sign_differ() -> None:
@@ -332,7 +353,7 @@ def test_eos_ids_beyond_the_vocabulary_are_harmless() -> None:
     """generation_config.json of some models lists ids that their output head does not have."""
     sampler = Sampler(6, (2, 600, -1))
     sampler.add(0, SamplingParams(temperature=0, min_tokens=3), [], 0)
-    assert sampler.sample(np.array([[0, 1, 9, 0, 0, 0]], np.float32), [0]).token_ids.tolist() == [1]
+    assert sampler.sample(np.array([[0, 1, 9, 0, 0, 0]], np.float32), [0]).token_ids == [1]
 
 
 # Cost
@@ -347,7 +368,7 @@ def test_a_greedy_batch_neither_sorts_nor_copies(monkeypatch: pytest.MonkeyPatch
     peak = _peak_bytes(lambda: sampler.sample(logits, range(16)))
     assert peak < 49152
     monkeypatch.undo()
-    assert sampler.sample(logits, range(16)).token_ids.tolist() == logits.argmax(axis=1).tolist()
+    assert sampler.sample(logits, range(16)).token_ids == logits.argmax(axis=1).tolist()
 
 
 def test_one_row_with_options_costs_one_row() -> None:
@@ -405,7 +426,7 @@ def test_broken_rows_are_named_and_the_others_lose_nothing(bad: float, params: S
     with pytest.raises(BrokenLogits) as caught:
         sampler.sample(broken, range(4))
     assert set(caught.value.reasons) == {1, 3}
-    assert sampler.sample(logits[[0, 2]], [0, 2]).token_ids.tolist() == expected[[0, 2]].tolist()
+    assert sampler.sample(logits[[0, 2]], [0, 2]).token_ids == [expected[0], expected[2]]
 
 
 def test_some_minus_infinity_is_fine() -> None:
@@ -443,4 +464,4 @@ def test_state_goes_with_the_sequence() -> None:
 def test_an_empty_batch_samples_nothing() -> None:
     """A step of prompt chunks alone samples no row."""
     result = sampler_of(10, GREEDY).sample(np.empty((0, 10), np.float32), [])
-    assert (result.token_ids.tolist(), result.logprobs) == ([], [])
+    assert (result.token_ids, result.logprobs) == ([], [])

@@ -106,7 +106,7 @@ def make_clients(make_rig: Callable[..., Any]) -> Callable[..., tuple[Any, Clien
         warm_up_device(rig.executor, rig.limits)
 
         def draw(logits: Any, choices: Any, maxima: Any) -> Any:
-            return rig.expected_tokens(logits, choices)
+            return rig.expected_tokens(logits, choices).tolist()
 
         device, plain = (
             EngineCore(executor, rig.limits, (EOS,), Sampler(rig.model.vocab_size, (EOS,), draw=draw))
