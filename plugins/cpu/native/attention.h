@@ -65,8 +65,8 @@ struct Kernels {
   size_t (*scratch_floats)(const Attributes&, int rows);
   // QK-norm, RoPE and quantise-and-append of one token; leaves its queries in step.output.
   void (*append)(const Attributes&, const Step&, int64_t token);
-  // Attention of one item; the first keys of *next*, if there is one, are fetched meanwhile. With partial == nullptr the result goes to step.output; else the softmax of every tile goes
-  // to partial, [tile][row][head_dim + 2].
+  // Attention of one item; the first keys of *next*, if there is one, are fetched meanwhile. With partial == nullptr the
+  // result goes to step.output; else the softmax of every tile goes to partial, [tile][row][head_dim + 2].
   void (*attend)(const Attributes&, const Step&, const WorkItem&, const WorkItem* next, float* scratch, float* partial);
   // Merges the tiles of a split unit (item covers all of them) into step.output.
   void (*merge)(const Attributes&, const Step&, const WorkItem&, float* scratch, const float* partial);
