@@ -5,6 +5,7 @@ are touched only where they changed, and an executor that reads from where it re
 """
 
 from collections.abc import Sequence
+from struct import Struct
 
 import numpy as np
 
@@ -55,6 +56,8 @@ class _Decodes:
         count = len(parts)
         self._ids_positions = np.empty((2, count), np.int64)
         self._slots_lens = np.empty((2, count), np.int32)
+        self._write_longs = Struct(f"={2 * count}q").pack_into  # NumPy takes longer to read lists
+        self._write_ints = Struct(f"={2 * count}i").pack_into
         self._seq_ids = seq_ids
         self._tables = [part.block_ids for part in parts]
         self._width = max(map(len, self._tables))
@@ -76,8 +79,8 @@ class _Decodes:
         return tables == self._tables or max(map(len, tables)) == self._width
 
     def write(self, ids_positions: Pair, slots_lens: Pair, tables: list[tuple[int, ...]]) -> None:
-        self._ids_positions[:] = ids_positions
-        self._slots_lens[:] = slots_lens
+        self._write_longs(self._ids_positions.data, 0, *ids_positions[0], *ids_positions[1])
+        self._write_ints(self._slots_lens.data, 0, *slots_lens[0], *slots_lens[1])
         if tables != self._tables:  # most are the same objects, which is soon seen
             rows = self.batch.tensors.block_table
             for row, (table, last) in enumerate(zip(tables, self._tables, strict=True)):

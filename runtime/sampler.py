@@ -90,7 +90,8 @@ class _Batch:
                 return [seq.uniforms.at(seq.num_generated + ahead) for seq in self.drawn]
             self._table = np.array([seq.uniforms.run(seq.num_generated, _TABLE_STEPS) for seq in self.drawn]).T.copy()
             self._step, step = 0, ahead
-        return self._table[step]
+        numbers: NDArray[np.float64] = self._table[step]
+        return numbers
 
     def record(self, tokens: Sequence[int]) -> None:
         for seq in self._counted:

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ class RowDraws:
             self._draw = self._prepare(logits, choices, maxima)
         if self._draw():
             raise EngineError("CASTLINE_ISA names kernels this host lacks")
-        return cast(list[int], self._tokens.tolist())
+        return self._tokens.tolist()
 
     def _prepare(
         self, logits: NDArray[np.float32], choices: NDArray[Any], maxima: NDArray[np.float32] | None
