@@ -22,6 +22,7 @@ class ServerCode(StrEnum):
     METHOD_NOT_ALLOWED = "method_not_allowed"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     BAD_REQUEST = "bad_request"
+    REQUEST_TIMEOUT = "request_timeout"
     INTERNAL = "internal_error"
 
 
@@ -51,6 +52,7 @@ TABLE: dict[ErrorCode | ServerCode, Row] = {
     ServerCode.METHOD_NOT_ALLOWED: Row(405, grpc.StatusCode.UNIMPLEMENTED, _INVALID),
     ServerCode.UNSUPPORTED_MEDIA_TYPE: Row(415, grpc.StatusCode.INVALID_ARGUMENT, _INVALID),
     ServerCode.BAD_REQUEST: Row(400, grpc.StatusCode.INVALID_ARGUMENT, _INVALID),
+    ServerCode.REQUEST_TIMEOUT: Row(408, grpc.StatusCode.DEADLINE_EXCEEDED, _INVALID),
     ServerCode.INTERNAL: Row(500, grpc.StatusCode.INTERNAL, _SERVER),
 }
 

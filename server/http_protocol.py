@@ -1,5 +1,6 @@
-"""HTTP on one connection: uvicorn's protocol, and a way past it for the chunks of a stream."""
+"""HTTP on one connection: uvicorn's protocol, limits to a request's head, and a short way for a stream's chunks."""
 
+import asyncio
 from collections.abc import MutableMapping
 from email.utils import formatdate
 from functools import lru_cache
@@ -11,8 +12,8 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from castline.engines.errors import ErrorCode
-from castline.server.errors import ServerCode, WireFault
-from castline.server.http_wire import fault_body
+from castline.server import http_wire
+from castline.server.errors import ServerCode, WireFault, to_wire
 
 _EXTENSION = "castline.connection"
 """Of the ASGI scope."""
@@ -29,6 +30,16 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._in_head = False
         self._head_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        """Of a head that has not come yet."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(http_wire.RECEIVE_TIMEOUT_S, self._too_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_has_come()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """The date is told when somebody asks, by no timer."""
@@ -44,12 +55,27 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(http_wire.RECEIVE_TIMEOUT_S, self._too_late)
         extensions: dict[str, Any] = {_EXTENSION: self}
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._head_has_come()
         super().on_headers_complete()
+
+    def _head_has_come(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_late(self) -> None:
+        self._deadline = None
+        if self._in_head:
+            self._refuse(to_wire(http_wire.late_fault()))
+        else:
+            self.transport.close()  # nothing was asked
 
     def send_400_response(self, msg: str) -> None:
         """What the parser takes for no HTTP."""
@@ -58,7 +84,7 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, fault: WireFault) -> None:
         """Answers what is no request, and closes; nothing is put into an answer that is on its way."""
         if self.cycle is None or self.cycle.response_complete:
-            body = msgspec.json.encode(fault_body(fault))
+            body = msgspec.json.encode(http_wire.fault_body(fault))
             status = HTTPStatus(fault.row.http_status)
             headers = [
                 *self.server_state.default_headers,

@@ -27,8 +27,22 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
+RECEIVE_TIMEOUT_S = 60.0
+"""For a request's line and headers, and between two pieces of its body."""
+
+
+def late_fault() -> ServerError:
+    """Of a request that stopped half way: its connection and what has come of it are not kept for ever."""
+    return ServerError(
+        ServerCode.REQUEST_TIMEOUT, f"the rest of the request did not come within {RECEIVE_TIMEOUT_S:g} s"
+    )
+
+
 async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body. Raises for a content type other than JSON, and as soon as it is more than *max_bytes*."""
+    """The whole body.
+
+    Raises for a content type other than JSON, as soon as it is more than *max_bytes*, and where its rest does not come.
+    """
     headers = dict(scope["headers"])
     content_type = headers.get(b"content-type", b"").decode("latin-1")
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -40,7 +54,11 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> byte
         raise _too_large(max_bytes)
     body = bytearray()
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(RECEIVE_TIMEOUT_S):
+                message = await receive()
+        except TimeoutError:
+            raise late_fault() from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         body += message.get("body", b"")

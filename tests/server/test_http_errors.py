@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from castline.engines.errors import EngineError, ErrorCode, RequestError
+from castline.server import http_wire
 from castline.server.errors import TABLE, ServerCode, to_wire
 from castline.server.http_protocol import MAX_HEAD_BYTES
 from castline.server.serving import MAX_MESSAGE_BYTES
@@ -202,3 +203,46 @@ def test_what_is_no_http_is_told_so_in_openais_shape(app: Any) -> None:
     """Prevents a plain-text answer, which clients cannot read."""
     status, error = raw_answer(app, b"\x16\x03\x01 no HTTP\r\n\r\n")
     assert (status, error["code"], error["type"]) == (400, "bad_request", "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{",
+    ],
+    ids=["head", "body"],
+)
+def test_a_request_that_stops_half_way_is_ended(app: Any, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    """Prevents clients that send half a request from holding sockets and memory for as long as they like."""
+    monkeypatch.setattr(http_wire, "RECEIVE_TIMEOUT_S", 0.2)
+    status, error = raw_answer(app, start)
+    assert (status, error["code"]) == (408, "request_timeout")
+    assert "0.2 s" in error["message"]
+
+
+def wait_for_close(app: Any) -> bytes:
+    """What a new connection is told before the server closes it."""
+    with socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30) as connection:
+        return connection.recv(1)
+
+
+def test_a_connection_that_asks_nothing_is_closed(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above; it is told nothing, for a client may take an answer for that of its next request."""
+    monkeypatch.setattr(http_wire, "RECEIVE_TIMEOUT_S", 0.2)
+    assert wait_for_close(app) == b""
+
+
+def test_a_slow_answer_is_no_late_request(app: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents the limit from ending a request that has come whole."""
+    monkeypatch.setattr(http_wire, "RECEIVE_TIMEOUT_S", 0.2)
+    engine.hold_after = 1
+    body = json.dumps({**CHAT, "model": "tiny", "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    with socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30) as connection:
+        connection.sendall(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        engine.wait_for_live(1)
+        assert wait_for_close(app) == b""  # by then its own time would have passed
+        app.release()
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert b"[DONE]" in answer
