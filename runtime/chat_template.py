@@ -17,6 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from castline.engines.errors import RequestError
 
+ROLES = ("system", "developer", "user", "assistant")
+"""Of messages that a front door takes; templates are given a developer's as the system's."""
+
 
 class _GenerationTag(Extension):
     """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; for serving it is its

@@ -4,7 +4,7 @@ A field is honoured, or refused by name with the reason, or one of ``user``, ``m
 notes of the caller's, which change no answer. Nothing else is accepted: an unknown field is an error.
 """
 
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -92,7 +92,7 @@ class ContentPart(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None

@@ -208,3 +208,11 @@ def test_cache_salt_reaches_the_engine(app: Any) -> None:
     """Prevents sharing prefixes between those who asked not to."""
     post(app, cache_salt="alice")
     assert app.engine.requests[-1]["cache_salt"] == "alice"
+
+
+def test_an_unknown_role_is_refused_with_those_there_are(app: Any) -> None:
+    """Prevents a client from having to guess what the value may be."""
+    reply = post(app, messages=[{"role": "robot", "content": "hi"}])
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "messages[0].role")
+    assert error["message"] == "messages[0].role is 'robot', and must be one of system, developer, user, assistant"
