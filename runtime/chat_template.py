@@ -17,8 +17,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from castline.engines.errors import RequestError
 
-ROLES = ("system", "developer", "user", "assistant")
-"""Of messages that a front door takes; templates are given a developer's as the system's."""
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+def template_role(role: str, field: str) -> str:
+    """The *role* that a message came with, as templates know it. Raises RequestError for *field* where it is none."""
+    if role not in _ROLES:
+        raise RequestError(f"{field} is {role!r}, and must be one of {', '.join(_ROLES)}", field=field)
+    return "system" if role == "developer" else role
 
 
 class _GenerationTag(Extension):

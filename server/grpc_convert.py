@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from castline.engines.errors import RequestError
-from castline.runtime.chat_template import ROLES
+from castline.runtime.chat_template import template_role
 from castline.runtime.client import Output, PromptInfo
 from castline.runtime.events import FinishReason, TokenLogprobs
 from castline.runtime.sampling_params import SamplingParams
@@ -76,10 +76,7 @@ def render(chat: pb.ChatMessages, tokenizer: Tokenizer) -> str:
         raise RequestError("messages is empty; send at least one message", field="messages")
     messages: list[Mapping[str, str]] = []
     for i, message in enumerate(chat.messages):
-        if message.role not in ROLES:
-            field = f"messages[{i}].role"
-            raise RequestError(f"{field} is {message.role!r}, and must be one of {', '.join(ROLES)}", field=field)
-        rendered = {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+        rendered = {"role": template_role(message.role, f"messages[{i}].role"), "content": message.content}
         if message.HasField("name"):
             rendered["name"] = message.name
         messages.append(rendered)

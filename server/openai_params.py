@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import UNSET
 
 from castline.engines.errors import ErrorCode, RequestError
-from castline.runtime.chat_template import ROLES
+from castline.runtime.chat_template import template_role
 from castline.runtime.sampling_params import SamplingParams
 from castline.server.openai_requests import ChatMessage, ChatRequest, CompletionRequest, ContentPart
 
@@ -131,9 +131,7 @@ def messages_of(messages: list[ChatMessage]) -> list[dict[str, str]]:
 def _message(message: ChatMessage, field: str) -> dict[str, str]:
     if message.role in ("tool", "function"):
         raise _unsupported(f"{field}.role", "tool calling is not supported")
-    if message.role not in ROLES:
-        name = f"{field}.role"
-        raise RequestError(f"{name} is {message.role!r}, and must be one of {', '.join(ROLES)}", field=name)
+    role = template_role(message.role, f"{field}.role")
     for name in ("tool_calls", "function_call", "tool_call_id"):
         if getattr(message, name) not in (None, []):
             raise _unsupported(f"{field}.{name}", "tool calling is not supported")
@@ -142,7 +140,6 @@ def _message(message: ChatMessage, field: str) -> dict[str, str]:
             raise _unsupported(f"{field}.{name}", "chat templates have no place for it")
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{field}.content is null", field=f"{field}.content")
-    role = "system" if message.role == "developer" else message.role
     rendered = {"role": role, "content": _content(message.content, f"{field}.content")}
     if message.name is not None:
         rendered["name"] = message.name
