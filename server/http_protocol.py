@@ -35,7 +35,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(http_wire.RECEIVE_TIMEOUT_S, self._too_late)
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_has_come()
@@ -55,8 +55,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(http_wire.RECEIVE_TIMEOUT_S, self._too_late)
+        self._await_head()
         extensions: dict[str, Any] = {_EXTENSION: self}
         self.scope["extensions"] = extensions
 
@@ -65,6 +64,10 @@ class Connection(HttpToolsProtocol):
         self._head_has_come()
         super().on_headers_complete()
 
+    def _await_head(self) -> None:
+        self._head_has_come()
+        self._deadline = self.loop.call_later(http_wire.RECEIVE_TIMEOUT_S, self._too_late)
+
     def _head_has_come(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
@@ -72,7 +75,9 @@ class Connection(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         self._deadline = None
-        if self._in_head:
+        if self._answering:
+            self._await_head()  # of a request behind the one that is being answered
+        elif self._in_head:
             self._refuse(to_wire(http_wire.late_fault()))
         else:
             self.transport.close()  # nothing was asked
@@ -83,7 +88,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, fault: WireFault) -> None:
         """Answers what is no request, and closes; nothing is put into an answer that is on its way."""
-        if self.cycle is None or self.cycle.response_complete:
+        if not self._answering:
             body = msgspec.json.encode(http_wire.fault_body(fault))
             status = HTTPStatus(fault.row.http_status)
             headers = [
@@ -95,6 +100,10 @@ class Connection(HttpToolsProtocol):
             lines = [f"HTTP/1.1 {status} {status.phrase}".encode(), *(b"%b: %b" % header for header in headers)]
             self.transport.write(b"\r\n".join([*lines, b"", body]))
         self.transport.close()
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def can_write(self) -> bool:

@@ -246,3 +246,19 @@ def test_a_slow_answer_is_no_late_request(app: Any, engine: Any, monkeypatch: py
         app.release()
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert b"[DONE]" in answer
+
+
+def test_a_late_request_ends_no_answer_before_it(app: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents half a request from costing the one that is being answered on its connection the rest of its text."""
+    monkeypatch.setattr(http_wire, "RECEIVE_TIMEOUT_S", 0.2)
+    engine.hold_after = 1
+    body = json.dumps({**CHAT, "model": "tiny", "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30) as connection:
+        connection.sendall(b"%bcontent-length: %d\r\n\r\n%b%b" % (head, len(body), body, head))
+        engine.wait_for_live(1)
+        assert wait_for_close(app) == b""  # by then the second request's time would have passed
+        app.release()
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert b"[DONE]" in answer
+    assert b"HTTP/1.1 408" in answer
