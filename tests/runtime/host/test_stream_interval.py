@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from threading import Semaphore
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castline.engines.errors import EngineError
+from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.client import Output
 from castline.runtime.events import FinishReason
 from castline.runtime.live_request import LiveRequest
@@ -43,6 +45,17 @@ async def grpc_texts(server: Server) -> AsyncIterator[str]:
             yield message.text
 
 
+@asynccontextmanager
+async def serving(engine: AsyncEngine) -> AsyncIterator[Server]:
+    """Both doors, on free ports."""
+    server = Server(ServerOptions(http_port=0, grpc_port=0))
+    await server.listen()
+    await server.open(engine)
+    yield server
+    await server.drain()
+    await server.close()
+
+
 @pytest.mark.parametrize("texts", [http_texts, grpc_texts])
 @pytest.mark.parametrize("interval", [1, 4])
 def test_messages_have_that_many_tokens(scripted: Callable[..., Any], texts: Any, interval: int) -> None:
@@ -53,15 +66,11 @@ def test_messages_have_that_many_tokens(scripted: Callable[..., Any], texts: Any
     async def scenario() -> None:
         engine = await made.start(interval=StreamInterval(interval))
         made.executor.gate = Semaphore(3)
-        server = Server(ServerOptions(http_port=0, grpc_port=0))
-        await server.listen()
-        await server.open(engine)
-        async for text in texts(server):
-            parts.append(text)
-            if len(parts) == 1:
-                made.open_gate()
-        await server.drain()
-        await server.close()
+        async with serving(engine) as server:
+            async for text in texts(server):
+                parts.append(text)
+                if len(parts) == 1:
+                    made.open_gate()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert "".join(parts) == made.text("ab", 11)
@@ -82,18 +91,14 @@ def test_messages_become_longer_in_flight_under_load(scripted: Callable[..., Any
     async def scenario() -> None:
         engine = await made.start(interval=interval)
         made.executor.gate = Semaphore(1)
-        server = Server(ServerOptions(http_port=0, grpc_port=0))
-        await server.listen()
-        await server.open(engine)
-        async for text in texts(server):
-            parts.append(text)
-            if len(parts) == 1:
-                async with httpx.AsyncClient(base_url=server.endpoints.http, timeout=60) as client:
-                    metrics.append((await client.get("/metrics")).text)
-                made.open_gate()
-        assert engine.stream_interval() == 1, "no request is left"
-        await server.drain()
-        await server.close()
+        async with serving(engine) as server:
+            async for text in texts(server):
+                parts.append(text)
+                if len(parts) == 1:
+                    async with httpx.AsyncClient(base_url=server.endpoints.http, timeout=60) as client:
+                        metrics.append((await client.get("/metrics")).text)
+                    made.open_gate()
+            assert engine.stream_interval() == 1, "no request is left"
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert 'castline:stream_interval_tokens{model_name="smol"} 8.0\n' in metrics[0]
