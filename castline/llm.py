@@ -77,7 +77,7 @@ class LLM:
         self.manifest = plan.manifest
         self.limits = plan.limits
         self.tokenizer = load_tokenizer(plan.bundle)
-        self._core, self._executor = load_core(plan.bundle, plan.limits, plan.num_threads)
+        self._core, self._executor = load_core(plan.bundle, plan.limits, plan.num_threads, huge_pages=plan.huge_pages)
         self._processor = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
         self._closed = False

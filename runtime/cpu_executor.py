@@ -12,6 +12,7 @@ from castline.plugins.contract import StepTensors
 from castline.plugins.cpu.operator_profile import OperatorRun
 from castline.plugins.cpu.session import CpuSession, SessionOptions
 from castline.runtime.client import EffectiveLimits
+from castline.runtime.huge_pages import Settling
 from castline.runtime.pool_growth import GrowthPolicy, PoolGrowth
 
 
@@ -31,6 +32,7 @@ class CpuExecutor:
             num_provided=policy.growth,
             options=SessionOptions(num_threads=num_threads),
         )
+        self._settling: Settling | None = None
         self._growth = PoolGrowth(self._session.provide, limits.num_blocks, policy)
         self.vocab_size = self._session.vocab_size
 
@@ -48,13 +50,23 @@ class CpuExecutor:
     def execute(self, step: StepTensors) -> NDArray[np.float32]:
         return self._session.step(step)
 
+    def settle(self) -> None:
+        """From now on huge pages are put under what steps read, in a thread of its own; steps may begin at once."""
+        self._settling = Settling(self._session.move_weights)
+
     def start_profile(self, prefix: str) -> None:
-        """See CpuSession.start_profile."""
+        """See CpuSession.start_profile. What was settled is settled again: the recording shows steps as they are."""
         self._session.start_profile(prefix)
+        if self._settling is not None:
+            self._settling.close()
+            self.settle()
+            self._settling.join()
 
     def end_profile(self) -> list[OperatorRun]:
         return self._session.end_profile()
 
     def close(self) -> None:
+        if self._settling is not None:
+            self._settling.close()
         self._growth.close()  # first: it gives memory to the session's pool
         self._session.close()

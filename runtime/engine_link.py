@@ -1,13 +1,15 @@
 """The serving side's end of the socket to the engine process, inside an event loop."""
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
+from castline.runtime import huge_pages
 from castline.runtime.loader import EnginePlan
 from castline.runtime.step_profile import ProfileOptions
 from castline.runtime.wire import Command, Load, Report, encode, report_reader
@@ -72,19 +74,21 @@ class EngineProcess:
         self._process = process
 
     @classmethod
-    def spawn(cls) -> tuple["EngineProcess", socket.socket]:
+    def spawn(cls, environment: Mapping[str, str] = os.environ) -> tuple["EngineProcess", socket.socket]:
         """Starts a process that waits for Load on the other end of the socket returned."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "castline.runtime.engine_process", str(theirs.fileno())]
         with theirs:
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
         return cls(process), ours
 
     @classmethod
     def load(cls, plan: EnginePlan, profile: ProfileOptions | None = None) -> tuple["EngineProcess", socket.socket]:
         """Starts a process that loads an engine from now on; it says Ready or Failed on the socket returned."""
-        process, connection = cls.spawn()
-        connection.sendall(encode(Load(str(plan.bundle), plan.limits, plan.num_threads, profile)))
+        process, connection = cls.spawn(huge_pages.environment(os.environ) if plan.huge_pages else os.environ)
+        connection.sendall(encode(Load(str(plan.bundle), plan.limits, plan.num_threads, plan.huge_pages, profile)))
         return process, connection
 
     @property

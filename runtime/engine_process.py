@@ -31,7 +31,9 @@ def serve(link: CommandSocket) -> int:
         load = link.receive(wait=True)[0]
         assert isinstance(load, Load), load
         profiler = Profiler(load.profile) if load.profile is not None else None
-        core, executor = load_core(Path(load.bundle), load.limits, load.num_threads, profiler or NO_MARKS)
+        core, executor = load_core(
+            Path(load.bundle), load.limits, load.num_threads, profiler or NO_MARKS, huge_pages=load.huge_pages
+        )
         if profiler is not None:
             profiler.attach(executor, load.limits)
             profiler.start()

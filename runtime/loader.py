@@ -27,8 +27,10 @@ from castline.engines.memory_plan import Asked, EngineMemory, memory_policy, pla
 from castline.plugins.cpu.library import describe as cpu_plugin
 from castline.plugins.tensorrt.library import describe as gpu_plugin
 from castline.runtime.client import EffectiveLimits
+from castline.runtime.huge_pages import available
 
 SPECULATION_MODES = ("auto", "off")
+HUGE_PAGES_MODES = ("auto", "off")
 DEFAULT_DRAFTS = 7
 """With the token before them they fill the 8 rows that kernels take at a time."""
 MOST_DRAFTS = 64
@@ -54,6 +56,9 @@ class LoadOptions:
     It never pays on a GPU: the logits of every guess would have to cross the bus, and nothing could run ahead."""
     max_drafts: int | None = None
     """Tokens guessed ahead at most, for one sequence in a step. None: DEFAULT_DRAFTS, on a GPU none."""
+    huge_pages: str = "auto"
+    """"auto": put huge pages under what steps read, where the system has them (`castline.runtime.huge_pages`). "off":
+    weights stay in the mapped file, which several servers of one engine share. A GPU's engine has no use for them."""
     max_waiting: int = 4096
     allow_unverified: bool = False
     """Serve an engine whose parity with its reference was not shown."""
@@ -70,6 +75,7 @@ class EnginePlan:
     limits: EffectiveLimits
     pool: KvCapacity
     num_threads: int
+    huge_pages: bool
 
 
 def plan_engine(repository: Path | str, options: LoadOptions | None = None) -> EnginePlan:
@@ -95,7 +101,8 @@ def plan_engine(repository: Path | str, options: LoadOptions | None = None) -> E
     if options.verify_files:
         verify_files(bundle, manifest)
     limits, pool = reconcile_limits(manifest, options, gpu.free_bytes if gpu else available_memory_bytes())
-    return EnginePlan(bundle, manifest, limits, pool, _threads(manifest, options, host.cores))
+    num_threads = _threads(manifest, options, host.cores)
+    return EnginePlan(bundle, manifest, limits, pool, num_threads, _huge_pages(manifest, options))
 
 
 def installed_version(tool: str) -> str | None:
@@ -172,6 +179,12 @@ def _max_drafts(options: LoadOptions, target: Target) -> int:
     if not 1 <= asked <= MOST_DRAFTS:
         raise EngineError(f"--max-drafts {asked} is out of range: give 1 to {MOST_DRAFTS}, or --speculation off")
     return asked
+
+
+def _huge_pages(manifest: Manifest, options: LoadOptions) -> bool:
+    if options.huge_pages not in HUGE_PAGES_MODES:
+        raise EngineError(f"--huge-pages {options.huge_pages!r} is unknown: give {' or '.join(HUGE_PAGES_MODES)}")
+    return options.huge_pages == "auto" and manifest.host.target == "cpu" and available()
 
 
 def installed_plugin(target: Target) -> Plugin | None:

@@ -25,11 +25,12 @@ DECODE_SIZES = (1, 8, 32)
 
 
 def load_core(
-    bundle: Path, limits: EffectiveLimits, num_threads: int, marks: StepMarks = NO_MARKS
+    bundle: Path, limits: EffectiveLimits, num_threads: int, marks: StepMarks = NO_MARKS, *, huge_pages: bool = False
 ) -> tuple[EngineCore, CpuExecutor | DeviceExecutor]:
     """Loads the bundle, warms it up, and gives a core with nothing in it. The caller closes core, then executor.
 
-    The bundle was checked by `castline.runtime.loader.plan_engine`; *marks* hears of every step. Raises EngineError.
+    The bundle was checked by `castline.runtime.loader.plan_engine`; *marks* hears of every step; *huge_pages*: a cpu
+    engine gets them in the background (`castline.runtime.huge_pages`). Raises EngineError.
     """
     manifest = read_manifest(bundle)
     model = manifest.model
@@ -57,6 +58,8 @@ def load_core(
     core = EngineCore(executor, limits, model.eos_token_ids, sampler, step_seconds=step_seconds, marks=marks)
     if isinstance(executor, CpuExecutor):
         core.scheduler.kv.pool.on_first_use = executor.on_first_use
+        if huge_pages:
+            executor.settle()
     return core, executor
 
 

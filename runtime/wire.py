@@ -23,6 +23,7 @@ class Load(msgspec.Struct, tag=True, frozen=True):
     bundle: str
     limits: EffectiveLimits
     num_threads: int
+    huge_pages: bool = False
     profile: ProfileOptions | None = None
 
 

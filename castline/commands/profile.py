@@ -67,7 +67,7 @@ def command(
     from castline.runtime.step_workload import StepShape, StepWorkload
 
     profiler = Profiler(options)
-    core, executor = load_core(plan.bundle, plan.limits, plan.num_threads, profiler)
+    core, executor = load_core(plan.bundle, plan.limits, plan.num_threads, profiler, huge_pages=plan.huge_pages)
     try:
         profiler.attach(executor, plan.limits)
         shape = StepShape(batch, context, prefill, params)

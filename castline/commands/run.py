@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from castline.runtime.loader import DEFAULT_DRAFTS, SPECULATION_MODES, EnginePlan, LoadOptions, plan_engine
+from castline.runtime.loader import (
+    DEFAULT_DRAFTS,
+    HUGE_PAGES_MODES,
+    SPECULATION_MODES,
+    EnginePlan,
+    LoadOptions,
+    plan_engine,
+)
 from castline.runtime.step_profile import DEFAULT_STEPS, ProfileOptions
 from castline.server.options import Endpoints, ServerOptions
 
@@ -69,6 +76,14 @@ class StreamIntervalChoice(click.ParamType):  # type: ignore[type-arg]
     type=int,
     metavar="N",
     help=f"Tokens guessed ahead at most, for each sequence; not on a GPU.  [default: {DEFAULT_DRAFTS}]",
+)
+@click.option(
+    "--huge-pages",
+    type=click.Choice(HUGE_PAGES_MODES),
+    default=LOAD.huge_pages,
+    show_default=True,
+    help="Move a CPU engine's weights into huge pages, in the background while it serves, where the system has them. "
+    "off: they stay in the file's pages, which several servers of one engine share.",
 )
 @click.option(
     "--drain-timeout",
@@ -130,6 +145,7 @@ def command(
 
     loading = EngineProcess.load(plan, profiling)
     from castline.runtime.async_engine import AsyncEngine
+    from castline.runtime.huge_pages import Settling
     from castline.runtime.stream_interval import AdaptiveInterval, StreamInterval
     from castline.server.app import serve
     from castline.server.event_loop import run
@@ -140,6 +156,8 @@ def command(
 
     def on_ready(model: "ServedModel", endpoints: Endpoints) -> None:
         click.echo(f"ready in {perf_counter() - begin:.2f} s: {endpoints.http}/v1 {endpoints.grpc}")
+        if plan.huge_pages:
+            Settling()  # of this process; the engine's sees to itself
 
     async def open_engine() -> AsyncEngine:
         interval = AdaptiveInterval() if options.stream_interval is None else StreamInterval(options.stream_interval)

@@ -92,6 +92,8 @@ def _open_library(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
         for function in ("castline_plugin_version", "castline_available_isas", "castline_active_isa"):
             getattr(library, function).restype = ctypes.c_char_p
+        library.castline_move_weights.argtypes = (ctypes.c_size_t,)
+        library.castline_move_weights.restype = ctypes.c_size_t
         found = library.castline_plugin_version().decode()
     except (OSError, AttributeError, UnicodeDecodeError) as error:
         raise EngineError(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from castline.engines.errors import EngineError
 from castline.plugins.contract import LOGITS, LOGITS_MAXIMA, StepTensors, kv_pool_name
 from castline.plugins.cpu.kv_memory import KvMemory
-from castline.plugins.cpu.library import active_isa, library_path
+from castline.plugins.cpu.library import active_isa, library, library_path
 from castline.plugins.cpu.operator_profile import OperatorRun, read_profile
 from castline.plugins.cpu.step_binding import StepBinding
 
@@ -83,6 +83,14 @@ class CpuSession:
     def provide(self, begin: int, end: int) -> bool:
         """See `KvMemory.provide`; the session must stay open meanwhile."""
         return self._memory is not None and self._memory.provide(begin, end)
+
+    def move_weights(self, enough: int) -> int:
+        """Copies weights that lie in mapped files into huge pages, until *enough* bytes are copied; how many were.
+
+        0: none are left, of no session of this process. Any thread may call it while steps run, which compute the same;
+        the interpreter is free meanwhile. What is resident stays the same: the files' pages go back to the system.
+        """
+        return int(library().castline_move_weights(enough))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole KV blocks (source, destination) in every layer, in order."""

@@ -41,7 +41,7 @@ template <class Definition>
 OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** out) {
   const OrtApi* api = static_cast<const CustomOp*>(op)->api;
   return guarded(api, [&]() -> OrtStatus* {
-    auto kernel = std::make_unique<KernelOf<Definition>>(KernelOf<Definition>{api, {}});
+    std::unique_ptr<KernelOf<Definition>> kernel(new KernelOf<Definition>{api, {}});
     if (OrtStatus* status = Definition::create(api, info, &kernel->kernel)) return status;
     *out = kernel.release();
     return nullptr;

@@ -6,6 +6,7 @@
 #include "numeric.h"
 #include "operators.h"
 #include "parallel.h"
+#include "resident.h"
 
 namespace castline {
 namespace {
@@ -35,21 +36,30 @@ void read_row(const LinearAttributes& a, const uint8_t* weight, const uint16_t* 
   }
 }
 
+struct EmbeddingNode {
+  LinearAttributes attributes;
+  Resident weight, scales;
+};
+
 struct Embedding {
   static constexpr const char* kName = "Embedding";
   static constexpr int kInputs = 3, kOutputs = 1;
-  using Kernel = LinearAttributes;
+  using Kernel = EmbeddingNode;
 
   static int input_type(int i) { return i == 0 ? ort::kInt64 : i == 1 ? ort::kUint8 : ort::kFloat16; }
   static bool is_optional(int) { return false; }
 
-  static OrtStatus* create(const OrtApi* api, const OrtKernelInfo* info, LinearAttributes* a) {
-    if (OrtStatus* status = read_embedding_attributes(api, info, a)) return status;
-    const std::string problem = check_attributes(*a);
-    return problem.empty() ? nullptr : invalid_argument(api, describe(*a, problem));
+  static OrtStatus* create(const OrtApi* api, const OrtKernelInfo* info, EmbeddingNode* node) {
+    const LinearAttributes& a = node->attributes;
+    if (OrtStatus* status = read_embedding_attributes(api, info, &node->attributes)) return status;
+    const std::string problem = check_attributes(a);
+    if (!problem.empty()) return invalid_argument(api, describe(a, problem));
+    if (OrtStatus* status = node->weight.watch(api, info, 1, sizeof(uint8_t), false)) return status;
+    return node->scales.watch(api, info, 2, sizeof(uint16_t), false);
   }
 
-  static OrtStatus* compute(const OrtApi* api, const LinearAttributes& a, OrtKernelContext* context) {
+  static OrtStatus* compute(const OrtApi* api, const EmbeddingNode& node, OrtKernelContext* context) {
+    const LinearAttributes& a = node.attributes;
     Tensor in[kInputs];
     for (int i = 0; i < kInputs; ++i) {
       if (OrtStatus* status = read_tensor(api, context, i, &in[i])) return status;
@@ -64,8 +74,8 @@ struct Embedding {
     if (!problem.empty()) return invalid_argument(api, describe(a, problem));
     float* output = nullptr;
     if (OrtStatus* status = make_output(api, context, 0, {rows, a.k}, &output)) return status;
-    const auto* weight = static_cast<const uint8_t*>(in[1].data);
-    const auto* scales = static_cast<const uint16_t*>(in[2].data);
+    const auto* weight = node.weight.at<uint8_t>(in[1].data);
+    const auto* scales = node.scales.at<uint16_t>(in[2].data);
     return for_each(api, context, rows, 4.0 * rows * a.k, [&](size_t i) {
       read_row(a, weight, scales, ids[i], output + i * a.k);
     });

@@ -9,6 +9,7 @@
 #include "linear_node.h"
 #include "operators.h"
 #include "parallel.h"
+#include "resident.h"
 #include "sampling.h"
 
 namespace castline {
@@ -18,6 +19,7 @@ struct LinearNode {
   LinearAttributes attributes;
   LinearChoice kernels;
   const SamplingKernels* maxima;
+  Resident weight, scales;
 };
 
 // Rows from which matrix units beat the narrow kernels, where the node does not say. They take weights with a scale a
@@ -169,7 +171,9 @@ struct Linear {
     if (OrtStatus* status = read_linear_attributes(api, info, &node->attributes)) return status;
     std::string problem = check_attributes(node->attributes);
     if (problem.empty() && select_linear_kernels(&node->kernels, &problem)) node->maxima = select_sampling();
-    return problem.empty() ? nullptr : invalid_argument(api, describe(node->attributes, problem));
+    if (!problem.empty()) return invalid_argument(api, describe(node->attributes, problem));
+    if (OrtStatus* status = node->weight.watch(api, info, 1, sizeof(uint8_t), true)) return status;
+    return node->scales.watch(api, info, 2, sizeof(uint16_t), true);
   }
 
   static OrtStatus* compute(const OrtApi* api, const LinearNode& node, OrtKernelContext* context) {
@@ -182,6 +186,8 @@ struct Linear {
     const int64_t blocks = (a.n + kTokenBlock - 1) / kTokenBlock;
     if (OrtStatus* status = make_output(api, context, 1, {s.rows, blocks}, &s.maxima)) return status;
     if (s.rows == 0) return nullptr;
+    s.weight = node.weight.at<uint8_t>(s.weight);
+    s.scales = node.scales.at<uint16_t>(s.scales);
     const LinearKernels& kernels = kernels_for(node, s.rows);
     const auto run = s.rows * a.k <= kSelfPrepared ? run_few_rows : run_many_rows;
     return run(api, node, kernels, context, s);

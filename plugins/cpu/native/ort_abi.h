@@ -84,6 +84,9 @@ inline OrtStatus* dimension_count(const OrtApi* api, const OrtTensorTypeAndShape
 inline OrtStatus* dimensions(const OrtApi* api, const OrtTensorTypeAndShapeInfo* info, int64_t* out, size_t count) {
   return call<62>(api, info, out, count);
 }
+inline OrtStatus* element_count(const OrtApi* api, const OrtTensorTypeAndShapeInfo* info, size_t* out) {
+  return call<64>(api, info, out);
+}
 inline OrtStatus* type_and_shape(const OrtApi* api, const OrtValue* value, OrtTensorTypeAndShapeInfo** out) {
   return call<65>(api, value, out);
 }
@@ -102,6 +105,11 @@ inline OrtStatus* output(const OrtApi* api, OrtKernelContext* context, size_t in
 }
 inline void release_status(const OrtApi* api, OrtStatus* status) { call<93, void>(api, status); }
 inline void release_shape(const OrtApi* api, OrtTensorTypeAndShapeInfo* info) { call<99, void>(api, info); }
+// An initializer of the graph, where the input is one: *is_constant* is 1 and *out* lives as long as the session.
+inline OrtStatus* constant_input(const OrtApi* api, const OrtKernelInfo* info, size_t index, int* is_constant,
+                                 const OrtValue** out) {
+  return call<249>(api, info, index, is_constant, out);
+}
 // Runs function(data, 0 .. total - 1) on the session's own threads; num_batch = total hands the indices out one by one.
 inline OrtStatus* parallel_for(const OrtApi* api, const OrtKernelContext* context, void (*function)(void*, size_t),
                                size_t total, size_t num_batch, void* data) {

@@ -1,9 +1,11 @@
 // What the library exports: the registration that ONNX Runtime calls, and what castline.plugins.cpu.library asks.
 #include <initializer_list>
+#include <new>
 #include <string>
 
 #include "isa.h"
 #include "operators.h"
+#include "resident.h"
 
 #define CASTLINE_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -17,6 +19,15 @@ CASTLINE_EXPORT const char* castline_active_isa() {
   std::string error;
   castline::Isa isa;
   return castline::selected_isa(&isa, &error) ? castline::isa_name(isa) : nullptr;
+}
+
+// See castline::move_residents: the weights of every session that is open.
+CASTLINE_EXPORT size_t castline_move_weights(size_t enough) {
+  try {
+    return castline::move_residents(enough);
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
 }
 
 CASTLINE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
