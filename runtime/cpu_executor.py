@@ -51,14 +51,14 @@ class CpuExecutor:
         return self._session.step(step)
 
     def settle(self) -> None:
-        """From now on huge pages are put under what steps read, in a thread of its own; steps may begin at once."""
+        """Puts huge pages under what steps read, in a thread of its own, from now on. Steps may run meanwhile."""
         self._settling = Settling(self._session.move_weights)
 
     def start_profile(self, prefix: str) -> None:
         """See CpuSession.start_profile. What was settled is settled again: the recording shows steps as they are."""
+        self._stop_settling()
         self._session.start_profile(prefix)
         if self._settling is not None:
-            self._settling.close()
             self.settle()
             self._settling.join()
 
@@ -66,7 +66,11 @@ class CpuExecutor:
         return self._session.end_profile()
 
     def close(self) -> None:
-        if self._settling is not None:
-            self._settling.close()
-        self._growth.close()  # first: it gives memory to the session's pool
+        self._stop_settling()  # first, both: they work on the session's memory
+        self._growth.close()
         self._session.close()
+
+    def _stop_settling(self) -> None:
+        if self._settling is not None:
+            self._settling.stop()
+            self._settling.join()

@@ -79,9 +79,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "castline.runtime.engine_process", str(theirs.fileno())]
         with theirs:
-            process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
-            )
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
         return cls(process), ours
 
     @classmethod

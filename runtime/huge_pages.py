@@ -57,28 +57,27 @@ class Settling:
     def __init__(self, move_weights: Callable[[int], int] | None = None) -> None:
         """``move_weights(enough)`` moves so many bytes of weights or a little more; 0: there are none left."""
         self._move_weights = move_weights
-        self._closing = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="huge-pages", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Leaves the rest as it is; waits for what is being moved."""
-        self._closing.set()
-        self._thread.join()
+    def stop(self) -> None:
+        """What is not moved yet stays where it is. Returns at once."""
+        self._stopped.set()
 
     def join(self) -> None:
-        """Waits until everything is done."""
+        """Waits for the end: of everything, or of what is being moved when it is told to stop."""
         self._thread.join()
 
     def _run(self) -> None:
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         moved = 0
-        while self._move_weights is not None and not self._closing.is_set():
+        while self._move_weights is not None and not self._stopped.is_set():
             if (part := self._move_weights(_WEIGHTS_AT_ONCE)) == 0:
                 break
             moved += part
-        collapsed = collapse_heap(self._closing.is_set)
+        collapsed = collapse_heap(self._stopped.is_set)
         _log.debug("moved %d bytes of weights into huge pages, and put %d under the heap", moved, collapsed)
 
 

@@ -75,7 +75,8 @@ class EnginePlan:
     limits: EffectiveLimits
     pool: KvCapacity
     num_threads: int
-    huge_pages: bool
+    huge_pages: bool = False
+    """Whether what steps read moves into them: a cpu engine, on a system that gives them."""
 
 
 def plan_engine(repository: Path | str, options: LoadOptions | None = None) -> EnginePlan:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from castline.runtime.huge_pages import ENABLED
 from castline.runtime.loader import (
     DEFAULT_DRAFTS,
     HUGE_PAGES_MODES,
@@ -152,6 +153,8 @@ def command(
 
     def on_listening(endpoints: Endpoints) -> None:
         _print_plan(plan, name)
+        if plan.manifest.host.target == "cpu":
+            click.echo(f"huge pages: {_huge_pages(plan, load['huge_pages'])}")
         click.echo(f"listening: {endpoints.http} {endpoints.grpc}")
 
     def on_ready(model: "ServedModel", endpoints: Endpoints) -> None:
@@ -196,6 +199,12 @@ def _print_plan(plan: EnginePlan, name: str) -> None:
     pool_mib = plan.pool.total_bytes / 2**20
     click.echo(f"KV cache: {limits.num_blocks} blocks of {limits.block_size} tokens ({pool_mib:.0f} MiB)")
     click.echo(f"maximum concurrency at max_model_len ({limits.max_model_len}): {limits.max_concurrency:.2f}x")
+
+
+def _huge_pages(plan: EnginePlan, mode: str) -> str:
+    if plan.huge_pages:
+        return "weights and heap move into them while it serves"
+    return "off" if mode == "off" else "none here, so that steps are slower: the system says never in " + str(ENABLED)
 
 
 def _configure_logging(level: str) -> None:

@@ -1,4 +1,4 @@
-"""Resident memory of a server that has answered one request."""
+"""Resident memory of a server that has answered a request, and where its weights lie."""
 
 import contextlib
 from collections.abc import Callable
@@ -27,3 +27,37 @@ def test_resident_memory_follows_use(
         parent = psutil.Process(server.process.pid)
         resident = sum(process.memory_full_info().pss for process in (parent, *parent.children(recursive=True)))
     assert resident / 2**20 < LIMIT_MIB
+
+
+def test_weights_move_while_it_answers(
+    default_engine: Path, serve: Callable[..., contextlib.AbstractContextManager[Any]]
+) -> None:
+    """A step that met weights half moved would answer otherwise; weights that never move leave every step slow.
+
+    Requests are sent one after the other until the engine's process has let go of the weights' file.
+    """
+    body = {"model": "smollm2", "prompt": "one two three " * 10, "max_tokens": 16, "temperature": 0}
+
+    def answer(server: Any) -> str:
+        response = httpx.post(f"{server.http_url}/v1/completions", json=body, timeout=60)
+        return str(response.json()["choices"][0]["text"])
+
+    with serve(default_engine, "--huge-pages", "off") as server:
+        (engine,) = psutil.Process(server.process.pid).children()
+        expected = answer(server)
+        assert weights_mapped(engine) > 50 << 20
+        assert "huge pages: off" in server.log
+    with serve(default_engine) as server:
+        (engine,) = psutil.Process(server.process.pid).children()
+        if "huge pages: weights and heap move into them while it serves" not in server.log:
+            pytest.skip("this system gives no huge pages")
+        answers = [answer(server)]
+        while weights_mapped(engine) > 4 << 20 and len(answers) < 500:
+            answers.append(answer(server))
+        assert weights_mapped(engine) <= 4 << 20
+        assert {*answers, answer(server)} == {expected}
+
+
+def weights_mapped(engine: psutil.Process) -> int:
+    """Bytes of the weights' file that the process has in memory."""
+    return sum(part.rss for part in engine.memory_maps() if part.path.endswith("weights.bin"))

@@ -187,6 +187,14 @@ def test_speculation_is_named_at_start_up(calls: Calls) -> None:
     assert "speculation: prompt lookup where it pays, up to 5 tokens ahead" in invoke().splitlines()
 
 
+def test_huge_pages_are_named_at_start_up(calls: Calls) -> None:
+    """Prevents a server that is slow because its system gives none from looking like one that is not."""
+    assert any("never in /sys/kernel/mm/transparent_hugepage/enabled" in line for line in invoke().splitlines())
+    assert calls.load.huge_pages == "auto"
+    assert "huge pages: off" in invoke("--huge-pages", "off").splitlines()
+    assert calls.load.huge_pages == "off"
+
+
 def test_a_server_that_cannot_begin_leaves_no_engine(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is started before the ports are bound: a port that is taken must not leave it loading."""
     monkeypatch.setattr("castline.server.app.serve", Mock(side_effect=EngineError("cannot listen")))

@@ -196,3 +196,12 @@ def test_serving_imports_no_build_library(tiny_repository: Path) -> None:
         "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_huge_pages_are_a_choice(tiny_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights would be copied where nothing is gained by it, or where the user wants them shared."""
+    for mode, given, used in (("auto", True, True), ("auto", False, False), ("off", True, False)):
+        monkeypatch.setattr(loader, "available", lambda given=given: given)
+        assert plan_engine(tiny_repository, LoadOptions(huge_pages=mode)).huge_pages is used
+    with pytest.raises(EngineError, match="--huge-pages 'on' is unknown: give auto or off"):
+        plan_engine(tiny_repository, LoadOptions(huge_pages="on"))

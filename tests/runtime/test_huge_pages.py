@@ -1,0 +1,137 @@
+"""Huge pages under the weights and the heap of a process that already works."""
+
+import ctypes
+import mmap
+import threading
+from pathlib import Path
+
+import pytest
+
+from castline.runtime.huge_pages import HUGE_PAGE, Settling, available, collapse_heap, environment
+
+COUNT = 4
+
+
+class Memory:
+    """*COUNT* huge pages' worth of address space, in small pages, aligned."""
+
+    def __init__(self) -> None:
+        self._mapped = mmap.mmap(-1, (COUNT + 1) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
+        self.offset = -start % HUGE_PAGE
+        self.address = start + self.offset
+
+    def write(self, every: int) -> None:
+        """Touches a byte of every so many."""
+        for at in range(self.offset, self.offset + COUNT * HUGE_PAGE, every):
+            self._mapped[at] = at // every % 251
+
+    def holds(self, every: int) -> bool:
+        places = range(self.offset, self.offset + COUNT * HUGE_PAGE, every)
+        return all(self._mapped[at] == at // every % 251 for at in places)
+
+    def huge(self) -> int:
+        """How many huge pages lie within."""
+        inside = found = 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first, *rest = line.split()
+            if not first.endswith(":"):
+                begin, end = (int(part, 16) for part in first.split("-"))
+                inside = begin < self.address + COUNT * HUGE_PAGE and end > self.address
+            elif inside and first == "AnonHugePages:":
+                found += int(rest[0]) << 10
+        return found // HUGE_PAGE
+
+
+@pytest.fixture
+def memory() -> Memory:
+    memory = Memory()
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    memory.write(HUGE_PAGE)
+    if madvise(memory.address, HUGE_PAGE, 25) != 0:
+        pytest.skip("this kernel makes no huge pages of small ones (Linux 6.1 does)")
+    return memory
+
+
+def test_pages_that_are_used_become_huge(memory: Memory) -> None:
+    """What was written before the start is what every step touches: it must move, with what is in it."""
+    memory.write(mmap.PAGESIZE)
+    assert collapse_heap() >= COUNT
+    assert memory.huge() == COUNT
+    assert memory.holds(mmap.PAGESIZE)
+
+
+def test_space_that_is_hardly_used_stays_small(memory: Memory) -> None:
+    """A byte in 16 KiB would cost four times the memory; a KV pool that is only reserved would become resident."""
+    memory.write(4 * mmap.PAGESIZE)
+    before = memory.huge()
+    collapse_heap()
+    assert memory.huge() == before < COUNT
+    assert memory.holds(4 * mmap.PAGESIZE)
+
+
+def test_it_stops_when_told(memory: Memory) -> None:
+    """An engine that closes would wait until the whole heap has moved."""
+    memory.write(mmap.PAGESIZE)
+    before = memory.huge()
+    assert collapse_heap(lambda: True) == 0
+    assert memory.huge() == before
+
+
+def test_settling_moves_all_weights() -> None:
+    """Weights come in parts, so that it can be stopped in between: it must ask for the next until there is none."""
+    parts, asked = [5, 5, 2, 0], []
+
+    def move(enough: int) -> int:
+        asked.append(enough)
+        return parts[len(asked) - 1]
+
+    settling = Settling(move)
+    settling.join()
+    assert len(asked) == 4
+    assert all(enough > 0 for enough in asked)
+
+
+def test_settling_ends_between_parts() -> None:
+    """A server that stops must not wait for gigabytes of weights."""
+    began, go_on, asked = threading.Event(), threading.Event(), []
+
+    def move(enough: int) -> int:
+        asked.append(enough)
+        began.set()
+        assert go_on.wait(60)
+        return 1
+
+    settling = Settling(move)
+    assert began.wait(60)
+    settling.stop()
+    go_on.set()
+    settling.join()
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [("always [madvise] never\n", True), ("[always] madvise never\n", True), ("always madvise [never]\n", False)],
+)
+def test_the_system_says_whether_it_gives_them(text: str, given: bool, tmp_path: Path) -> None:
+    """Where it gives none, copied weights would take time and memory for nothing."""
+    enabled = tmp_path / "enabled"
+    enabled.write_text(text)
+    assert available(enabled) is given
+
+
+def test_a_system_without_them(tmp_path: Path) -> None:
+    """A kernel built without them, or a system that is not Linux, has no such file."""
+    assert not available(tmp_path / "enabled")
+
+
+def test_the_users_own_tunables_prevail() -> None:
+    """glibc takes the last of two values of a tunable; the others of an environment stay as they are."""
+    given = environment({"A": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0:glibc.malloc.arena_max=1"})
+    assert given["A"] == "1"
+    assert given["GLIBC_TUNABLES"].split(":")[-2:] == ["glibc.malloc.hugetlb=0", "glibc.malloc.arena_max=1"]
+    alone = environment({})["GLIBC_TUNABLES"]
+    assert "glibc.malloc.hugetlb=1" in alone.split(":")
+    assert all(part.startswith("glibc.malloc.") for part in alone.split(":"))
