@@ -111,7 +111,8 @@ def _unused(pagemap: int, address: int) -> float:
     """Share of the pages in the huge page at *address* that were never written."""
     count = HUGE_PAGE // mmap.PAGESIZE
     entries = struct.unpack(f"={count}Q", os.pread(pagemap, 8 * count, address // mmap.PAGESIZE * 8))
-    return sum(entry >> 63 == 0 for entry in entries) / count  # the highest bit: it is in memory
+    empty: int = sum(entry >> 63 == 0 for entry in entries)  # the highest bit: it is in memory
+    return empty / count
 
 
 if sys.platform == "linux":

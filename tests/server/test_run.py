@@ -103,6 +103,7 @@ def test_every_loading_option_reaches_the_loader(calls: Calls) -> None:
         "threads": 1,
         "speculation": "off",
         "max_drafts": 3,
+        "huge_pages": "off",
         "max_waiting": 9,
     }
     arguments = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]

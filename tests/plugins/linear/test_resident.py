@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -27,7 +28,7 @@ def move(enough: int = 1 << 40) -> int:
 def resident(path) -> int:
     """Bytes of the file that this process has mapped and in memory."""
     total, inside = 0, False
-    for line in open("/proc/self/smaps"):
+    for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
         if not first.endswith(":"):
             inside = rest[-1] == str(path)
@@ -102,8 +103,8 @@ def test_nodes_compute_the_same(model) -> None:
 
 
 def test_the_files_pages_go_back(model) -> None:
-    """Weights that stayed mapped beside their copy would take twice the memory, and a table of rows that went on reading
-    the file would bring its pages back."""
+    """Weights that stayed mapped beside their copy would take twice the memory, and a table of rows that still read the
+    file would bring its pages back."""
     model()
     assert resident(model.file) == model.bytes
     move()
@@ -139,7 +140,7 @@ def test_weights_that_are_fed_are_read_where_they_are(tools, linear_tools) -> No
 
 
 def test_steps_may_run_meanwhile(tools, linear_tools, tmp_path) -> None:
-    """A kernel that read its weights' address twice, or pages that were gone before their copy was known, would show."""
+    """A kernel that read its weights' address twice, or pages that went before their copy was known, would show."""
     before = Model(tools, linear_tools, tmp_path)()
     for round_ in range(20):
         folder = tmp_path / str(round_)
