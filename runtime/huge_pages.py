@@ -44,11 +44,12 @@ def available(enabled: Path = ENABLED) -> bool:
 def environment(outer: Mapping[str, str]) -> dict[str, str]:
     """*outer*, for a process whose heap is to lie in huge pages; what *outer* sets itself prevails.
 
-    Large allocations join the heap instead of having pages of their own, whose ends no huge page covers.
+    All of it is one stretch: large allocations join the others instead of having pages of their own, whose ends no huge
+    page covers, and so do Python's objects.
     """
     others = outer.get(_TUNABLES)
     ours = _MALLOC if others is None else f"{_MALLOC}:{others}"
-    return {**outer, _TUNABLES: ours}
+    return {"PYTHONMALLOC": "malloc", **outer, _TUNABLES: ours}
 
 
 class Settling:

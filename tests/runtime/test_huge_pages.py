@@ -129,8 +129,10 @@ def test_a_system_without_them(tmp_path: Path) -> None:
 
 def test_the_users_own_tunables_prevail() -> None:
     """glibc takes the last of two values of a tunable; the others of an environment stay as they are."""
-    given = environment({"A": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0:glibc.malloc.arena_max=1"})
-    assert given["A"] == "1"
+    given = environment(
+        {"A": "1", "PYTHONMALLOC": "debug", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0:glibc.malloc.arena_max=1"}
+    )
+    assert (given["A"], given["PYTHONMALLOC"]) == ("1", "debug")
     assert given["GLIBC_TUNABLES"].split(":")[-2:] == ["glibc.malloc.hugetlb=0", "glibc.malloc.arena_max=1"]
     alone = environment({})["GLIBC_TUNABLES"]
     assert "glibc.malloc.hugetlb=1" in alone.split(":")
