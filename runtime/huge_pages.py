@@ -83,29 +83,45 @@ class Settling:
 
 
 def collapse_heap(stop: Callable[[], bool] = lambda: False) -> int:
-    """Makes huge pages of the private memory that this process has written; how many there are. Asks *stop* often.
+    """Makes huge pages of the private memory that this process has written; how many. Asks *stop* often.
 
-    Other threads may go on: one that touches a page in that moment waits for its copy.
+    Other threads may go on: one that touches a page in that moment waits for its copy. 0 where the system does not show
+    a process its memory.
     """
     if sys.platform != "linux":
         return 0
     collapsed = 0
-    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-        for address in _heap():
-            if stop():
-                break
-            if _unused(pages.fileno(), address) <= _MOST_EMPTY:
-                collapsed += _madvise(address, HUGE_PAGE, _MADV_COLLAPSE) == 0
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            for address in _heap():
+                if stop():
+                    break
+                if _unused(pages.fileno(), address) <= _MOST_EMPTY:
+                    collapsed += _madvise(address, HUGE_PAGE, _MADV_COLLAPSE) == 0
+    except (OSError, struct.error) as error:
+        _log.info("no huge pages for the heap: %s", error)
     return collapsed
 
 
 def _heap() -> Iterator[int]:
-    """Addresses where a huge page of private, writable memory of no file could begin."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, _, _, inode, *name = line.split(maxsplit=5)
-        if access == "rw-p" and inode == "0" and name != ["[stack]"]:
-            first, last = (int(address, 16) for address in addresses.split("-"))
-            yield from range(-(-first // HUGE_PAGE) * HUGE_PAGE, last - HUGE_PAGE + 1, HUGE_PAGE)
+    """Addresses where a huge page of private, writable memory of no file could begin.
+
+    Not those of a KV pool, however large: a mapping of which every page is huge has nothing to gain.
+    """
+    addresses: tuple[int, int] | None = None
+    resident = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *others = line.split(maxsplit=5)
+        if not first.endswith(":"):
+            access, _, _, inode, *name = others
+            wanted = access == "rw-p" and inode == "0" and name != ["[stack]"]
+            begin, end = (int(address, 16) for address in first.split("-"))
+            addresses = (begin, end) if wanted else None
+        elif first == "Rss:":
+            resident = int(others[0])
+        elif first == "AnonHugePages:" and addresses is not None and resident > int(others[0]):
+            begin, end = addresses
+            yield from range(-(-begin // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE)
 
 
 def _unused(pagemap: int, address: int) -> float:
