@@ -59,7 +59,7 @@ class CpuExecutor:
         self._stop_settling()
         self._session.start_profile(prefix)
         if self._settling is not None:
-            self.settle()
+            self._settling = Settling(self._session.move_weights, delay_s=0)
             self._settling.join()
 
     def end_profile(self) -> list[OperatorRun]:

@@ -23,6 +23,8 @@ _MADV_COLLAPSE: Final = 25
 _MOST_EMPTY: Final = 0.25
 """Share of a huge page whose pages may be unused: making it whole takes memory for them."""
 _WEIGHTS_AT_ONCE: Final = 16 << 20
+START_DELAY_S: Final = 0.5
+"""A server that has just started has a core to itself for its first answers."""
 _NICE: Final = 10
 """A step goes first: a thread of the engine has nine times the weight."""
 
@@ -55,9 +57,10 @@ def environment(outer: Mapping[str, str]) -> dict[str, str]:
 class Settling:
     """Puts huge pages under a process that is ready, in a thread that gives way to others. It ends by itself."""
 
-    def __init__(self, move_weights: Callable[[int], int] | None = None) -> None:
+    def __init__(self, move_weights: Callable[[int], int] | None = None, *, delay_s: float = START_DELAY_S) -> None:
         """``move_weights(enough)`` moves so many bytes of weights or a little more; 0: there are none left."""
         self._move_weights = move_weights
+        self._delay_s = delay_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="huge-pages", daemon=True)
         self._thread.start()
@@ -73,6 +76,7 @@ class Settling:
     def _run(self) -> None:
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        self._stopped.wait(self._delay_s)
         moved = 0
         while self._move_weights is not None and not self._stopped.is_set():
             if (part := self._move_weights(_WEIGHTS_AT_ONCE)) == 0:

@@ -87,7 +87,7 @@ def test_settling_moves_all_weights() -> None:
         asked.append(enough)
         return parts[len(asked) - 1]
 
-    settling = Settling(move)
+    settling = Settling(move, delay_s=0)
     settling.join()
     assert len(asked) == 4
     assert all(enough > 0 for enough in asked)
@@ -103,12 +103,21 @@ def test_settling_ends_between_parts() -> None:
         assert go_on.wait(60)
         return 1
 
-    settling = Settling(move)
+    settling = Settling(move, delay_s=0)
     assert began.wait(60)
     settling.stop()
     go_on.set()
     settling.join()
     assert len(asked) == 1
+
+
+def test_settling_leaves_the_start_alone_and_ends_at_once() -> None:
+    """A server that is stopped before its weights began to move must not wait for them, nor move them."""
+    asked = []
+    settling = Settling(lambda enough: asked.append(enough) or 0, delay_s=3600)
+    settling.stop()
+    settling.join()
+    assert asked == []
 
 
 @pytest.mark.parametrize(
