@@ -12,7 +12,7 @@ from castline.plugins.contract import StepTensors
 from castline.plugins.cpu.operator_profile import OperatorRun
 from castline.plugins.cpu.session import CpuSession, SessionOptions
 from castline.runtime.client import EffectiveLimits
-from castline.runtime.huge_pages import Settling
+from castline.runtime.huge_pages import WEIGHTS_AT_ONCE, Settling
 from castline.runtime.pool_growth import GrowthPolicy, PoolGrowth
 
 
@@ -59,8 +59,8 @@ class CpuExecutor:
         self._stop_settling()
         self._session.start_profile(prefix)
         if self._settling is not None:
-            self._settling = Settling(self._session.move_weights, delay_s=0)
-            self._settling.join()
+            while self._session.move_weights(WEIGHTS_AT_ONCE):
+                pass
 
     def end_profile(self) -> list[OperatorRun]:
         return self._session.end_profile()

@@ -5,53 +5,76 @@ keeps, and evicts those of everything else: a walk of the page tables at every t
 In huge pages the weights, the KV pool and the heap of a small model fit into a core's tables together.
 """
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
+import re
 import struct
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 HUGE_PAGE: Final = 2 << 20
-ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SETTINGS: Final = Path("/sys/kernel/mm/transparent_hugepage")
 _MADV_COLLAPSE: Final = 25
 """Linux 6.1 and later."""
 _MOST_EMPTY: Final = 0.25
 """Share of a huge page whose pages may be unused: making it whole takes memory for them."""
-_WEIGHTS_AT_ONCE: Final = 16 << 20
+WEIGHTS_AT_ONCE: Final = 16 << 20
 START_DELAY_S: Final = 0.5
 """A server that has just started has a core to itself for its first answers."""
 _NICE: Final = 10
 """A step goes first: a thread of the engine has nine times the weight."""
 
 _TUNABLES: Final = "GLIBC_TUNABLES"
-_MALLOC: Final = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=67108864"
-"""glibc 2.35 and later; others pay it no attention."""
+_MALLOC: Final = {
+    "glibc.malloc.hugetlb=1": None,
+    "glibc.malloc.mmap_threshold=1073741824": "MALLOC_MMAP_THRESHOLD_",
+    "glibc.malloc.trim_threshold=67108864": "MALLOC_TRIM_THRESHOLD_",
+}
+"""The tunables of a heap in huge pages, and the variables that said the same before tunables did."""
+_FIRST_GLIBC: Final = (2, 35)
+"""Older ones refuse the first two, and do worse with the third alone."""
 
 _log = logging.getLogger(__name__)
 
 
-def available(enabled: Path = ENABLED) -> bool:
-    """Whether the system gives huge pages to those who ask for them."""
+def available(settings: Path = SETTINGS) -> bool:
+    """Whether the system gives huge pages of 2 MiB to those who ask for them."""
     try:
-        return "[never]" not in enabled.read_text()
-    except OSError:
+        if "[never]" in (settings / "enabled").read_text():
+            return False
+        return int((settings / "hpage_pmd_size").read_text()) == HUGE_PAGE
+    except (OSError, ValueError):
         return False
 
 
-def environment(outer: Mapping[str, str]) -> dict[str, str]:
+def environment(outer: Mapping[str, str], libc: str | None = None) -> dict[str, str]:
     """*outer*, for a process whose heap is to lie in huge pages; what *outer* sets itself prevails.
 
     All of it is one stretch: large allocations join the others instead of having pages of their own, whose ends no huge
-    page covers, and so do Python's objects.
+    page covers, and so do Python's objects. *libc* like ``glibc 2.36``; None: this process's. Only glibc is told.
     """
-    others = outer.get(_TUNABLES)
-    ours = _MALLOC if others is None else f"{_MALLOC}:{others}"
-    return {"PYTHONMALLOC": "malloc", **outer, _TUNABLES: ours}
+    version = re.match(r"glibc (\d+)\.(\d+)", _libc() if libc is None else libc)
+    if version is None or (int(version[1]), int(version[2])) < _FIRST_GLIBC:
+        return dict(outer)
+    tunables = [tunable for tunable, variable in _MALLOC.items() if variable is None or variable not in outer]
+    ours = {_TUNABLES: ":".join(filter(None, (*tunables, outer.get(_TUNABLES))))}
+    if not outer.get("PYTHONDEVMODE") and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # these need their own
+        ours["PYTHONMALLOC"] = outer.get("PYTHONMALLOC", "malloc")
+    return {**outer, **ours}
+
+
+def _libc() -> str:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (AttributeError, ValueError, OSError):
+        return ""
 
 
 class Settling:
@@ -74,65 +97,72 @@ class Settling:
         self._thread.join()
 
     def _run(self) -> None:
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        _give_way()
         self._stopped.wait(self._delay_s)
         moved = 0
         while self._move_weights is not None and not self._stopped.is_set():
-            if (part := self._move_weights(_WEIGHTS_AT_ONCE)) == 0:
+            if (part := self._move_weights(WEIGHTS_AT_ONCE)) == 0:
                 break
             moved += part
         collapsed = collapse_heap(self._stopped.is_set)
         _log.debug("moved %d bytes of weights into huge pages, and put %d under the heap", moved, collapsed)
 
 
-def collapse_heap(stop: Callable[[], bool] = lambda: False) -> int:
-    """Makes huge pages of the private memory that this process has written; how many. Asks *stop* often.
+def _give_way() -> None:
+    """This thread. One that may not, or is nicer already, stays as it is."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
-    Other threads may go on: one that touches a page in that moment waits for its copy. 0 where the system does not show
-    a process its memory.
+
+def collapse_heap(stop: Callable[[], bool] = lambda: False) -> int:
+    """Makes huge pages of the private memory that this process uses; how many are huge then, of those looked at.
+
+    Asks *stop* often. Other threads may go on: one that touches a page in that moment waits for its copy. 0 where the
+    system does not show a process its memory.
     """
     if sys.platform != "linux":
         return 0
     collapsed = 0
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-            for address in _heap():
+            for address in heap(Path("/proc/self/smaps").read_bytes()):
                 if stop():
                     break
                 if _unused(pages.fileno(), address) <= _MOST_EMPTY:
                     collapsed += _madvise(address, HUGE_PAGE, _MADV_COLLAPSE) == 0
-    except (OSError, struct.error) as error:
+    except (OSError, ValueError, struct.error) as error:
         _log.info("no huge pages for the heap: %s", error)
     return collapsed
 
 
-def _heap() -> Iterator[int]:
-    """Addresses where a huge page of private, writable memory of no file could begin.
+def heap(smaps: bytes) -> Iterator[int]:
+    """Addresses where a huge page of private, writable memory of no file could begin, of a ``/proc/PID/smaps``.
 
     Not those of a KV pool, however large: a mapping of which every page is huge has nothing to gain.
     """
     addresses: tuple[int, int] | None = None
     resident = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *others = line.split(maxsplit=5)
-        if not first.endswith(":"):
+    for line in smaps.split(b"\n"):
+        first, *others = line.split(maxsplit=5) or [b":"]
+        if not first.endswith(b":"):
             access, _, _, inode, *name = others
-            wanted = access == "rw-p" and inode == "0" and name != ["[stack]"]
-            begin, end = (int(address, 16) for address in first.split("-"))
+            wanted = access == b"rw-p" and inode == b"0" and name != [b"[stack]"]
+            begin, end = (int(address, 16) for address in first.split(b"-"))
             addresses = (begin, end) if wanted else None
-        elif first == "Rss:":
+        elif first == b"Rss:":
             resident = int(others[0])
-        elif first == "AnonHugePages:" and addresses is not None and resident > int(others[0]):
+        elif first == b"AnonHugePages:" and addresses is not None and resident > int(others[0]):
             begin, end = addresses
             yield from range(-(-begin // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE)
 
 
 def _unused(pagemap: int, address: int) -> float:
-    """Share of the pages in the huge page at *address* that were never written."""
+    """Share of the pages in the huge page at *address* that are not in memory."""
     count = HUGE_PAGE // mmap.PAGESIZE
     entries = struct.unpack(f"={count}Q", os.pread(pagemap, 8 * count, address // mmap.PAGESIZE * 8))
-    empty: int = sum(entry >> 63 == 0 for entry in entries)  # the highest bit: it is in memory
+    empty: int = sum(entry >> 63 == 0 for entry in entries)
     return empty / count
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from castline.runtime.huge_pages import ENABLED
+from castline.runtime.huge_pages import SETTINGS
 from castline.runtime.loader import (
     DEFAULT_DRAFTS,
     HUGE_PAGES_MODES,
@@ -203,8 +203,8 @@ def _print_plan(plan: EnginePlan, name: str) -> None:
 
 def _huge_pages(plan: EnginePlan, mode: str) -> str:
     if plan.huge_pages:
-        return "weights and heap move into them while it serves"
-    return "off" if mode == "off" else "none here, so that steps are slower: the system says never in " + str(ENABLED)
+        return "weights and heap move into them while it serves, as far as the system lets them"
+    return "off" if mode == "off" else f"none of 2 MiB here, so that steps are slower: see {SETTINGS}"
 
 
 def _configure_logging(level: str) -> None:

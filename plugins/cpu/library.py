@@ -92,9 +92,12 @@ def _open_library(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
         for function in ("castline_plugin_version", "castline_available_isas", "castline_active_isa"):
             getattr(library, function).restype = ctypes.c_char_p
-        library.castline_move_weights.argtypes = (ctypes.c_size_t,)
-        library.castline_move_weights.restype = ctypes.c_size_t
         found = library.castline_plugin_version().decode()
+        if found == PLUGIN_VERSION:
+            library.castline_begin_watching.restype = ctypes.c_uint64
+            library.castline_end_watching.restype = None
+            library.castline_move_weights.argtypes = (ctypes.c_uint64, ctypes.c_size_t)
+            library.castline_move_weights.restype = ctypes.c_size_t
     except (OSError, AttributeError, UnicodeDecodeError) as error:
         raise EngineError(
             f"plugin {PLUGIN_NAME}: wanted version {PLUGIN_VERSION}, found a file that is not the plugin at {path} "

@@ -1,5 +1,6 @@
 """An ONNX Runtime session over a cpu engine's graph, with its KV pool: the builder verifies, the runtime serves."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,7 +64,10 @@ class CpuSession:
         self.block_bytes = block_bytes
         self._graph = graph
         self._options = options or SessionOptions()
-        self._session: Any = _open(graph, self._options)
+        self._open_or_closed = threading.Lock()
+        """Held while weights move: ONNX Runtime unmaps their file first of all when a session closes."""
+        self._session: Any
+        self._session, self._weights = _open(graph, self._options)
         self._profiling = self._options.profile_prefix is not None
         inputs = {i.name: i.shape for i in self._session.get_inputs()}
         self.num_layers = _check_pool_inputs(inputs, block_bytes)
@@ -87,10 +91,11 @@ class CpuSession:
     def move_weights(self, enough: int) -> int:
         """Copies weights that lie in mapped files into huge pages, until *enough* bytes are copied; how many were.
 
-        0: none are left, of no session of this process. Any thread may call it while steps run, which compute the same;
-        the interpreter is free meanwhile. What is resident stays the same: the files' pages go back to the system.
+        0: none are left, or the session is closed. Any thread may call it while steps run, which compute the same; the
+        interpreter is free meanwhile. What the process holds stays the same: the files' pages go back to the system.
         """
-        return int(library().castline_move_weights(enough))
+        with self._open_or_closed:
+            return 0 if self._session is None else int(library().castline_move_weights(self._weights, enough))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole KV blocks (source, destination) in every layer, in order."""
@@ -124,8 +129,9 @@ class CpuSession:
         """
         if self._session is None:
             raise EngineError("the session is closed")
-        self._session = self._binding = None  # first: two sessions would be in memory at once
-        self._session = _open(self._graph, replace(self._options, profile_prefix=prefix))
+        with self._open_or_closed:
+            self._session = self._binding = None  # first: two sessions would be in memory at once
+            self._session, self._weights = _open(self._graph, replace(self._options, profile_prefix=prefix))
         self._profiling = True
         self._binding = self._bind()
 
@@ -146,7 +152,8 @@ class CpuSession:
             return
         if self._profiling:
             self._session.end_profiling()
-        self._binding = self._session = None
+        with self._open_or_closed:
+            self._binding = self._session = None
         self.maxima = self._memory = None
 
     def __enter__(self) -> "CpuSession":
@@ -176,15 +183,19 @@ def native_options(options: SessionOptions) -> Any:
     return native
 
 
-def _open(graph: Path | bytes, options: SessionOptions) -> Any:
+def _open(graph: Path | bytes, options: SessionOptions) -> tuple[Any, int]:
+    """A session, and the number of its weights' group (see native/resident.h)."""
     active_isa()  # refuses a CASTLINE_ISA that the host lacks before a graph is read
     native = native_options(options)
     source = graph if isinstance(graph, bytes) else str(graph)
+    weights = int(library().castline_begin_watching())
     try:
-        return onnxruntime.InferenceSession(source, native, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(source, native, providers=["CPUExecutionProvider"]), weights
     except Exception as error:  # onnxruntime's own types share no base but Exception
         name = "the graph" if isinstance(graph, bytes) else str(graph)
         raise EngineError(f"onnxruntime cannot load {name}: {error}") from error
+    finally:
+        library().castline_end_watching()
 
 
 def _check_pool_inputs(inputs: Mapping[str, list[int | str]], block_bytes: int) -> int:

@@ -122,6 +122,9 @@ def test_exports_only_its_interface() -> None:
         "castline_available_isas",
         "castline_active_isa",
         "castline_draw",
+        "castline_begin_watching",
+        "castline_end_watching",
+        "castline_move_weights",
     }
 
 

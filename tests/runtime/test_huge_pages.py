@@ -2,12 +2,13 @@
 
 import ctypes
 import mmap
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from castline.runtime.huge_pages import HUGE_PAGE, Settling, available, collapse_heap, environment
+from castline.runtime.huge_pages import HUGE_PAGE, Settling, available, collapse_heap, environment, heap
 
 COUNT = 4
 
@@ -51,6 +52,8 @@ def memory() -> Memory:
     memory.write(HUGE_PAGE)
     if madvise(memory.address, HUGE_PAGE, 25) != 0:
         pytest.skip("this kernel makes no huge pages of small ones (Linux 6.1 does)")
+    if memory.huge() == COUNT:
+        pytest.skip("this system's pages are huge from the start")
     return memory
 
 
@@ -120,29 +123,100 @@ def test_settling_leaves_the_start_alone_and_ends_at_once() -> None:
     assert asked == []
 
 
+def test_a_thread_that_may_not_give_way_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without the right to its priorities would say that weights move, and move none."""
+    given = []
+
+    def refuse(which: int, who: int, priority: int) -> None:
+        given.append(priority)
+        raise PermissionError
+
+    monkeypatch.setattr("os.setpriority", refuse)
+    monkeypatch.setattr("os.getpriority", lambda which, who: 15)
+    asked = []
+    Settling(lambda enough: asked.append(enough) or 0, delay_s=0).join()
+    assert given == [15], "and it does not come before an engine that gives way more"
+    assert len(asked) == 1
+
+
+SMAPS = b"""\
+200000-800000 rw-p 00000000 00:00 0
+Rss:                6144 kB
+AnonHugePages:      2048 kB
+VmFlags:
+900000-e00000 rw-p 00000000 00:00 0                          [heap]
+Rss:                   8 kB
+AnonHugePages:         0 kB
+1000000-1400000 rw-p 00000000 00:00 0
+Rss:                4096 kB
+AnonHugePages:      4096 kB
+2000000-2400000 rw-p 00000000 fe:00 77    /caf\xe9/\xe2\x80\xa8\x0c0-1 rw-p of ours
+Rss:                4096 kB
+AnonHugePages:         0 kB
+3000000-3400000 r-xp 00000000 00:00 0
+Rss:                4096 kB
+AnonHugePages:         0 kB
+4000000-4400000 rw-p 00000000 00:00 0                        [stack]
+Rss:                4096 kB
+AnonHugePages:         0 kB
+"""
+
+
+def test_the_heap_is_found_among_mappings() -> None:
+    """A pool that is huge already, a file's pages, code or a stack are not it; a path may have any bytes."""
+    assert list(heap(SMAPS)) == [0x200000, 0x400000, 0x600000, 0xA00000, 0xC00000]
+
+
 @pytest.mark.parametrize(
-    ("text", "given"),
-    [("always [madvise] never\n", True), ("[always] madvise never\n", True), ("always madvise [never]\n", False)],
+    ("text", "size", "given"),
+    [
+        ("always [madvise] never\n", HUGE_PAGE, True),
+        ("[always] madvise never\n", HUGE_PAGE, True),
+        ("always madvise [never]\n", HUGE_PAGE, False),
+        ("[always] madvise never\n", 512 << 20, False),
+    ],
 )
-def test_the_system_says_whether_it_gives_them(text: str, given: bool, tmp_path: Path) -> None:
-    """Where it gives none, copied weights would take time and memory for nothing."""
-    enabled = tmp_path / "enabled"
-    enabled.write_text(text)
-    assert available(enabled) is given
+def test_the_system_says_whether_it_gives_them(text: str, size: int, given: bool, tmp_path: Path) -> None:
+    """Where it gives none, or none of this size, copied weights would take time and memory for nothing."""
+    (tmp_path / "enabled").write_text(text)
+    (tmp_path / "hpage_pmd_size").write_text(f"{size}\n")
+    assert available(tmp_path) is given
 
 
 def test_a_system_without_them(tmp_path: Path) -> None:
-    """A kernel built without them, or a system that is not Linux, has no such file."""
-    assert not available(tmp_path / "enabled")
+    """A kernel built without them, or a system that is not Linux, has no such files."""
+    assert not available(tmp_path)
 
 
-def test_the_users_own_tunables_prevail() -> None:
-    """glibc takes the last of two values of a tunable; the others of an environment stay as they are."""
-    given = environment(
-        {"A": "1", "PYTHONMALLOC": "debug", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0:glibc.malloc.arena_max=1"}
-    )
+def test_a_process_environment_is_one_to_add_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """os.environ takes no questions but about strings: no server would start."""
+    monkeypatch.setenv("PYTHONMALLOC", "debug")
+    assert environment(os.environ, "glibc 2.36")["PYTHONMALLOC"] == "debug"
+    assert environment(os.environ)["PATH"] == os.environ["PATH"]
+
+
+def test_the_users_own_settings_prevail() -> None:
+    """glibc takes the last of two values of a tunable, and a tunable before the variable that came before it."""
+    user = {"A": "1", "PYTHONMALLOC": "debug", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0:glibc.malloc.arena_max=1"}
+    given = environment(user, "glibc 2.36")
     assert (given["A"], given["PYTHONMALLOC"]) == ("1", "debug")
     assert given["GLIBC_TUNABLES"].split(":")[-2:] == ["glibc.malloc.hugetlb=0", "glibc.malloc.arena_max=1"]
-    alone = environment({})["GLIBC_TUNABLES"]
-    assert "glibc.malloc.hugetlb=1" in alone.split(":")
-    assert all(part.startswith("glibc.malloc.") for part in alone.split(":"))
+    older = environment({"MALLOC_TRIM_THRESHOLD_": "1", "MALLOC_MMAP_THRESHOLD_": "1"}, "glibc 2.36")
+    assert older["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    assert "PYTHONMALLOC" not in environment({"PYTHONDEVMODE": "1"}, "glibc 2.36")
+
+
+def test_what_a_process_is_told() -> None:
+    """An empty part would make some releases of glibc refuse them all."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GLIBC", "MALLOC"))}
+    for outer in ({}, {"GLIBC_TUNABLES": ""}, clean):
+        given = environment(outer, "glibc 2.36")
+        assert given["PYTHONMALLOC"] == "malloc"
+        assert "glibc.malloc.hugetlb=1" in given["GLIBC_TUNABLES"].split(":")
+        assert all(part.startswith("glibc.malloc.") for part in given["GLIBC_TUNABLES"].split(":"))
+
+
+@pytest.mark.parametrize("libc", ["glibc 2.34", "glibc 1.99", "musl 2.36", ""])
+def test_others_are_told_nothing(libc: str) -> None:
+    """Older releases would take part of it, which is worse than none."""
+    assert environment({"A": "1"}, libc) == {"A": "1"}

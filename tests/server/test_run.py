@@ -190,7 +190,10 @@ def test_speculation_is_named_at_start_up(calls: Calls) -> None:
 
 def test_huge_pages_are_named_at_start_up(calls: Calls) -> None:
     """Prevents a server that is slow because its system gives none from looking like one that is not."""
-    assert any("never in /sys/kernel/mm/transparent_hugepage/enabled" in line for line in invoke().splitlines())
+    assert any(
+        "none of 2 MiB here" in line and "see /sys/kernel/mm/transparent_hugepage" in line
+        for line in invoke().splitlines()
+    )
     assert calls.load.huge_pages == "auto"
     assert "huge pages: off" in invoke("--huge-pages", "off").splitlines()
     assert calls.load.huge_pages == "off"

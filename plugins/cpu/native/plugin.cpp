@@ -21,10 +21,12 @@ CASTLINE_EXPORT const char* castline_active_isa() {
   return castline::selected_isa(&isa, &error) ? castline::isa_name(isa) : nullptr;
 }
 
-// See castline::move_residents: the weights of every session that is open.
-CASTLINE_EXPORT size_t castline_move_weights(size_t enough) {
+// See resident.h: the weights of the sessions that this thread opens, and where they lie.
+CASTLINE_EXPORT uint64_t castline_begin_watching() { return castline::begin_watching(); }
+CASTLINE_EXPORT void castline_end_watching() { castline::end_watching(); }
+CASTLINE_EXPORT size_t castline_move_weights(uint64_t group, size_t enough) {
   try {
-    return castline::move_residents(enough);
+    return castline::move_residents(group, enough);
   } catch (const std::bad_alloc&) {
     return 0;
   }

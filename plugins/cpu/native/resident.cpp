@@ -23,6 +23,8 @@ constexpr size_t kHugePage = 2 << 20;
 constexpr size_t kReserved = 64 << 20;  // address space at once; memory comes as it is filled
 constexpr size_t kAlignment = 64;       // what the kernels were given before: tensors of a file begin on pages
 
+thread_local WeightGroup watched_group = 0;
+
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 
 }  // namespace
@@ -129,12 +131,12 @@ class Residents {
     known_mappings_ = false;
   }
 
-  // In the order of their addresses. A session that closes meanwhile waits for one copy at most.
-  size_t move(size_t enough) {
+  // In the order of their addresses. Other sessions may open and close between two copies.
+  size_t move(WeightGroup group, size_t enough) {
     size_t moved = 0;
     while (moved < enough) {
       std::lock_guard<std::mutex> lock(mutex_);
-      Resident* next = first_waiting();
+      Resident* next = first_waiting(group);
       if (next == nullptr) {
         open_ = nullptr;  // it stays with those whose copies it holds
         break;
@@ -152,17 +154,17 @@ class Residents {
 
  private:
   // Of those that are worth a copy and were not looked at, the input lowest in memory.
-  Resident* first_waiting() const {
+  Resident* first_waiting(WeightGroup group) const {
     const std::less<const void*> below;
     Resident* first = nullptr;
     for (Resident* r : all_) {
-      const bool waits = r->read_whole_ && !r->settled_;
+      const bool waits = r->group_ == group && r->read_whole_ && !r->settled_;
       if (waits && (first == nullptr || below(r->source_, first->source_))) first = r;
     }
     return first;
   }
 
-  // While it is registered its session holds the memory, and whatever is mapped there stays.
+  // Its session is open, so that what is mapped there stays.
   bool in_a_file(const Resident& resident) {
     if (!known_mappings_) mappings_.read();
     known_mappings_ = true;
@@ -175,7 +177,7 @@ class Residents {
     if (memory == nullptr) return false;
     std::memcpy(memory, wanted.source_, wanted.bytes_);
     for (Resident* r : all_) {
-      if (r->source_ != wanted.source_ || r->bytes_ != wanted.bytes_) continue;
+      if (r->group_ != wanted.group_ || r->source_ != wanted.source_ || r->bytes_ != wanted.bytes_) continue;
       r->settled_ = true;
       r->pages_ = open_;
       r->copy_.store(memory, std::memory_order_release);
@@ -203,13 +205,14 @@ class Residents {
   }
   void add(Resident*) {}
   void remove(Resident*) {}
-  size_t move(size_t) { return 0; }
+  size_t move(WeightGroup, size_t) { return 0; }
 };
 
 #endif
 
 OrtStatus* Resident::watch(const OrtApi* api, const OrtKernelInfo* info, size_t index, size_t element_bytes,
                            bool read_whole) {
+  if (watched_group == 0) return nullptr;
   int is_constant = 0;
   const OrtValue* value = nullptr;
   if (OrtStatus* status = ort::constant_input(api, info, index, &is_constant, &value)) return status;
@@ -222,6 +225,7 @@ OrtStatus* Resident::watch(const OrtApi* api, const OrtKernelInfo* info, size_t 
   void* data = nullptr;
   if (status == nullptr) status = ort::mutable_data(api, const_cast<OrtValue*>(value), &data);
   if (status != nullptr || data == nullptr) return status;
+  group_ = watched_group;
   source_ = data;
   bytes_ = elements * element_bytes;
   read_whole_ = read_whole;
@@ -233,6 +237,13 @@ Resident::~Resident() {
   if (source_ != nullptr) Residents::instance().remove(this);
 }
 
-size_t move_residents(size_t enough) { return Residents::instance().move(enough); }
+WeightGroup begin_watching() {
+  static std::atomic<WeightGroup> last{0};
+  return watched_group = ++last;
+}
+
+void end_watching() { watched_group = 0; }
+
+size_t move_residents(WeightGroup group, size_t enough) { return Residents::instance().move(group, enough); }
 
 }  // namespace castline
