@@ -2,8 +2,8 @@
 
 A recording takes the next ``num_steps`` steps. Its operators come from the inference library's own profiler, which can
 only be on from the start, so the executor opens the engine anew for it: a start costs as much as a load without the
-pool, and nothing lasts when it is over. Of a device that samples, the phases alone are recorded: what runs on it is for
-the vendor's own profiler to tell.
+pool, and weights in huge pages move there again before it begins; nothing lasts when it is over. Of a device that
+samples, the phases alone are recorded: what runs on it is for the vendor's own profiler to tell.
 """
 
 from pathlib import Path
