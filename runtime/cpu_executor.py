@@ -55,12 +55,13 @@ class CpuExecutor:
         self._settling = Settling(self._session.move_weights)
 
     def start_profile(self, prefix: str) -> None:
-        """See CpuSession.start_profile. What was settled is settled again: the recording shows steps as they are."""
+        """See CpuSession.start_profile. Weights that moved, or were to, move first; the heap then, as at a start."""
         self._stop_settling()
         self._session.start_profile(prefix)
         if self._settling is not None:
             while self._session.move_weights(WEIGHTS_AT_ONCE):
                 pass
+            self.settle()
 
     def end_profile(self) -> list[OperatorRun]:
         return self._session.end_profile()

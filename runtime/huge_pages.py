@@ -6,7 +6,6 @@ In huge pages the weights, the KV pool and the heap of a small model fit into a 
 """
 
 import contextlib
-import ctypes
 import logging
 import mmap
 import os
@@ -19,10 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-HUGE_PAGE: Final = 2 << 20
+from castline.engines.pages import HUGE_PAGE, MAKE_HUGE, advise
+
 SETTINGS: Final = Path("/sys/kernel/mm/transparent_hugepage")
-_MADV_COLLAPSE: Final = 25
-"""Linux 6.1 and later."""
 _MOST_EMPTY: Final = 0.25
 """Share of a huge page whose pages may be unused: making it whole takes memory for them."""
 WEIGHTS_AT_ONCE: Final = 16 << 20
@@ -131,7 +129,7 @@ def collapse_heap(stop: Callable[[], bool] = lambda: False) -> int:
                 if stop():
                     break
                 if _unused(pages.fileno(), address) <= _MOST_EMPTY:
-                    collapsed += _madvise(address, HUGE_PAGE, _MADV_COLLAPSE) == 0
+                    collapsed += advise(address, HUGE_PAGE, MAKE_HUGE)
     except (OSError, ValueError, struct.error) as error:
         _log.info("no huge pages for the heap: %s", error)
     return collapsed
@@ -164,8 +162,3 @@ def _unused(pagemap: int, address: int) -> float:
     entries = struct.unpack(f"={count}Q", os.pread(pagemap, 8 * count, address // mmap.PAGESIZE * 8))
     empty: int = sum(entry >> 63 == 0 for entry in entries)
     return empty / count
-
-
-if sys.platform == "linux":
-    _madvise = ctypes.CDLL(None).madvise
-    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from castline.runtime.huge_pages import SETTINGS
+from castline.runtime.huge_pages import SETTINGS, Settling
 from castline.runtime.loader import (
     DEFAULT_DRAFTS,
     HUGE_PAGES_MODES,
@@ -146,7 +146,6 @@ def command(
 
     loading = EngineProcess.load(plan, profiling)
     from castline.runtime.async_engine import AsyncEngine
-    from castline.runtime.huge_pages import Settling
     from castline.runtime.stream_interval import AdaptiveInterval, StreamInterval
     from castline.server.app import serve
     from castline.server.event_loop import run

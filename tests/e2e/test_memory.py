@@ -58,7 +58,7 @@ def test_weights_move_while_it_answers(
     with serve(default_engine) as server:
         (engine,) = psutil.Process(server.process.pid).children()
         if not moves(server):
-            pytest.skip("this system gives no huge pages")
+            pytest.skip("this system gives no huge pages of 2 MiB")
         answers = [answer(server)]
         while weights_mapped(engine) > 4 << 20 and len(answers) < 500:
             answers.append(answer(server))

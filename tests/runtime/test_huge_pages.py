@@ -1,6 +1,7 @@
 """Huge pages under the weights and the heap of a process that already works."""
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from castline.runtime.huge_pages import HUGE_PAGE, Settling, available, collapse_heap, environment, heap
+from castline.engines.pages import HUGE_PAGE, MAKE_HUGE
+from castline.runtime.huge_pages import Settling, available, collapse_heap, environment, heap
 
 COUNT = 4
 
@@ -47,10 +49,11 @@ class Memory:
 @pytest.fixture
 def memory() -> Memory:
     memory = Memory()
-    madvise = ctypes.CDLL(None).madvise
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     memory.write(HUGE_PAGE)
-    if madvise(memory.address, HUGE_PAGE, 25) != 0:
+    if madvise(memory.address, HUGE_PAGE, MAKE_HUGE) != 0:
+        assert ctypes.get_errno() == errno.EINVAL, "the advice is known, and was not taken"
         pytest.skip("this kernel makes no huge pages of small ones (Linux 6.1 does)")
     if memory.huge() == COUNT:
         pytest.skip("this system's pages are huge from the start")

@@ -233,14 +233,20 @@ def test_a_connection_that_asks_nothing_is_closed(app: Any, monkeypatch: pytest.
     assert wait_for_close(app) == b""
 
 
+def streaming(app: Any, headers: bytes = b"") -> socket.socket:
+    """A connection that has asked for a stream, with further *headers*."""
+    body = json.dumps({**CHAT, "model": "tiny", "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + headers
+    connection = socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30)
+    connection.sendall(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+    return connection
+
+
 def test_a_slow_answer_is_no_late_request(app: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents the limit from ending a request that has come whole."""
     monkeypatch.setattr(http_wire, "RECEIVE_TIMEOUT_S", 0.2)
     engine.hold_after = 1
-    body = json.dumps({**CHAT, "model": "tiny", "stream": True}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    with socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30) as connection:
-        connection.sendall(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+    with streaming(app, b"connection: close\r\n") as connection:
         engine.wait_for_live(1)
         assert wait_for_close(app) == b""  # by then its own time would have passed
         app.release()
@@ -252,10 +258,8 @@ def test_a_late_request_ends_no_answer_before_it(app: Any, engine: Any, monkeypa
     """Prevents half a request from costing the one that is being answered on its connection the rest of its text."""
     monkeypatch.setattr(http_wire, "RECEIVE_TIMEOUT_S", 0.2)
     engine.hold_after = 1
-    body = json.dumps({**CHAT, "model": "tiny", "stream": True}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    with socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30) as connection:
-        connection.sendall(b"%bcontent-length: %d\r\n\r\n%b%b" % (head, len(body), body, head))
+    with streaming(app) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
         engine.wait_for_live(1)
         assert wait_for_close(app) == b""  # by then the second request's time would have passed
         app.release()

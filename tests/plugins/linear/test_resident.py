@@ -19,7 +19,7 @@ from castline.plugins.linear import EmbeddingAttributes
 from castline.plugins.linear_reference import linear
 from castline.runtime.huge_pages import available
 
-pytestmark = pytest.mark.skipif(not available(), reason="this system gives no huge pages")
+pytestmark = pytest.mark.skipif(not available(), reason="this system gives no huge pages of 2 MiB")
 
 K, N = 256, 2048
 IDS = np.array([0, 7, 2047, 7, 1023])

@@ -15,6 +15,7 @@ from castline.engines.manifest import read_manifest, write_manifest
 from castline.plugins.contract import StepTensors
 from castline.plugins.cpu.session import CpuSession
 from castline.runtime.client import EffectiveLimits
+from castline.runtime.cpu_executor import CpuExecutor
 from castline.runtime.loader import LoadOptions, plan_engine
 from castline.runtime.request import Request
 from castline.runtime.sampling_params import SamplingParams
@@ -104,6 +105,39 @@ def test_the_pool_gets_its_memory_ahead_of_use(tiny_repository: Path, monkeypatc
     assert ranges.get(timeout=60) == (growth, 2 * growth)
     core.close()
     executor.close()
+
+
+def test_a_recording_leaves_nothing_unsettled(
+    tiny_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording begins while the heap still waits: a server that records from the start would keep it as it is."""
+    said: list[str] = []
+
+    class Recorded:
+        def __init__(self, move_weights: object) -> None:
+            said.append("settles")
+
+        def stop(self) -> None:
+            said.append("stops")
+
+        def join(self) -> None:
+            said.append("ends")
+
+    def move(_: CpuSession, enough: int) -> int:
+        said.append("weights")
+        return 0
+
+    monkeypatch.setattr("castline.runtime.cpu_executor.Settling", Recorded)
+    monkeypatch.setattr(CpuSession, "move_weights", move)
+    plan = plan_engine(tiny_repository, LoadOptions(kv_blocks=64))
+    core, executor = load_core(plan.bundle, plan.limits, plan.num_threads, huge_pages=True)
+    assert isinstance(executor, CpuExecutor)
+    assert said == ["settles"]
+    executor.start_profile(str(tmp_path / "profile"))
+    assert said == ["settles", "stops", "ends", "weights", "settles"]
+    core.close()
+    executor.close()
+    assert said[-2:] == ["stops", "ends"]
 
 
 def test_an_engine_for_a_gpu_wants_a_driver(
