@@ -171,7 +171,7 @@ class LLM:
         vocab_size = self.manifest.model.vocab_size
         prompt = validate_prompt(token_ids, vocab_size)
         resolved = resolve_params(params, len(prompt), vocab_size, self.limits)
-        return Request(str(next(self._ids)), prompt, resolved)
+        return Request(str(next(self._ids)), prompt, resolved, streams=False)
 
 
 @contextmanager

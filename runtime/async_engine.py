@@ -27,7 +27,7 @@ from castline.runtime.stall_watch import StallWatch
 from castline.runtime.step_profile import ProfileOptions
 from castline.runtime.stream_interval import StreamInterval
 from castline.runtime.tokenizer import Tokenizer, load_tokenizer
-from castline.runtime.wire import Abort, Add, Command, Failed, Profile, Ready, Report, StepDone, Stop
+from castline.runtime.wire import Abort, Add, Command, Failed, Pace, Profile, Ready, Report, StepDone, Stop
 
 STOP_GRACE_S: Final = 0.5
 """What a step in flight may take to end after Stop; then the engine process, which has nothing to save, is killed."""
@@ -66,6 +66,8 @@ class AsyncEngine:
         self._live: dict[str, LiveRequest] = {}
         self._processor = OutputProcessor(tokenizer)
         self._intake = Intake(tokenizer, manifest.model.vocab_size, limits, clock)
+        self._pace = 1
+        """What the engine loop was told last."""
         self._stats = Stats(kv_blocks_total=limits.num_blocks)
         self._health_changed: Callable[[], None] = _nobody_watches
         self._stall = StallWatch(stall_after_s, clock, lambda: self._health_changed())
@@ -135,13 +137,14 @@ class AsyncEngine:
         timeout_s: float | None = None,
         cache_salt: str | None = None,
         express: Express | None = None,
+        streams: bool = True,
     ) -> AsyncIterator[Output]:
         """See EngineClient. *request_id* need not be unique."""
         deadline = None if timeout_s is None else self._clock() + timeout_s
         self._check_accepting()
         token_ids = await self._intake.encode(prompt, add_special_tokens)
         self._check_accepting()
-        request = self._intake.request(request_id, token_ids, params, deadline, cache_salt)
+        request = self._intake.request(request_id, token_ids, params, deadline, cache_salt, streams)
         live = self._add(request, express)
         try:
             while (output := await live.next()) is not None:
@@ -208,6 +211,7 @@ class AsyncEngine:
                 self._stats = stats or self._stats
                 self._stall.progressed()
                 self._interval.progressed()
+                self._keep_pace()
                 self._deliver(events)
             case Ready():
                 self._ready.set()
@@ -242,6 +246,7 @@ class AsyncEngine:
             self._all_ended.clear()
             self._stall.begin()
             self._interval.begin()
+        self._keep_pace()
         self._live[request.request_id] = live
         if request.deadline is not None:
             live.timer = asyncio.get_running_loop().call_later(
@@ -250,6 +255,12 @@ class AsyncEngine:
         if self._gate is not None:
             self._gate.add(Add(request), engine_idle=idle)
         return live
+
+    def _keep_pace(self) -> None:
+        """Tokens that no message can have yet stay in the engine process: what crosses is what the readers get."""
+        if self._interval.tokens != self._pace:
+            self._pace = self._interval.tokens
+            self._send(Pace(self._pace))
 
     def _deliver(self, events: Sequence[SequenceEvent]) -> None:
         """A fault in handing an output over ends the one request, never the link that serves all."""

@@ -126,11 +126,13 @@ class EngineClient(Protocol):
         timeout_s: float | None = None,
         cache_salt: str | None = None,
         express: Express | None = None,
+        streams: bool = True,
     ) -> AsyncIterator[Output]:
         """Outputs of all n continuations, interleaved, until each has a finish_reason.
 
         While the reader waits for the next output, one that ends no continuation may be offered to *express* first;
         what that takes does not come out of the iterator. So no task is woken for what can be written at once.
+        Where the reader only wants the whole (*streams* false), outputs may come all at the end.
 
         Raises RequestError before the first output where the request cannot be served (the prompt does not fit, a
         value is out of range, draining, overloaded); raises RequestError with DEADLINE_EXCEEDED or EngineError where

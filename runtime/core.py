@@ -71,6 +71,8 @@ class EngineCore:
             self._runner = RunAhead(device, self.scheduler, marks)
         else:
             self._runner = HostRunner(executor, sequences, limits.block_size, marks, clock, speculation)
+        self.report_interval = 1
+        """Tokens of a continuation that make an event, but for its first event and its last."""
         self._events: list[SequenceEvent] = []
         """Of sequences that ended between steps."""
         self._suspects: list[list[int]] = []
@@ -183,20 +185,21 @@ class EngineCore:
             kept.extend(logprobs[len(kept) - rows.start - 1 :])
 
     def _commit(self, plan: StepPlan, samples: StepSamples) -> None:
-        events, logprobs = self._events, samples.logprobs
+        events, logprobs, interval = self._events, samples.logprobs, self.report_interval
         for part in self.scheduler.commit(plan, samples.token_ids):
             seq = part.seq
-            if seq.started and part.finish is None and not logprobs:  # most events there are
-                events.append(SequenceEvent(seq.group.request.request_id, seq.index, part.token_ids))
-            else:
-                self._report(seq, part.token_ids, logprobs.get(seq.seq_id, []), part.finish)
+            group = seq.group
+            if part.finish is not None or not seq.started or seq.seq_id in logprobs:
+                self._report(seq, seq.take_unreported(), logprobs.get(seq.seq_id, []), part.finish)
+            elif len(seq.token_ids) - seq.num_reported >= interval * group.patience:  # most events there are
+                events.append(SequenceEvent(group.request.request_id, seq.index, seq.take_unreported()))
 
     def _end_broken(self, seq: Sequence, samples: StepSamples, finish: Finish) -> None:
         """Ends a sequence that can have no further token, with those that right guesses had given it before."""
         self.scheduler.remove(seq)
         token_ids = tuple(samples.token_ids.get(seq.seq_id, ()))
         self.scheduler.counters.generation_tokens += len(token_ids)
-        self._report(seq, token_ids, samples.logprobs.get(seq.seq_id, []), finish)
+        self._report(seq, seq.take_unreported() + token_ids, samples.logprobs.get(seq.seq_id, []), finish)
 
     # Endings and failures
 
@@ -232,7 +235,7 @@ class EngineCore:
 
     def _end_sequence(self, seq: Sequence, finish: Finish) -> None:
         self.scheduler.remove(seq)
-        self._report(seq, (), [], finish)
+        self._report(seq, seq.take_unreported(), [], finish)
 
     def _report(
         self,

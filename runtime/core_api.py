@@ -10,6 +10,9 @@ from castline.runtime.request import Request
 class EngineCore(Protocol):
     """Not thread-safe: one loop owns it. castline.runtime.core implements it over scheduler, executor and sampler."""
 
+    report_interval: int
+    """Tokens of a continuation that make an event; its first event may have fewer, and its last."""
+
     @property
     def has_work(self) -> bool: ...
 

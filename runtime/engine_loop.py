@@ -13,7 +13,7 @@ from typing import Final
 from castline.runtime.core_api import EngineCore
 from castline.runtime.profiler import Profiler
 from castline.runtime.step_profile import NO_MARKS, Phase
-from castline.runtime.wire import Abort, Add, Command, Profile, Report, StepDone, Stop, command_reader, encode
+from castline.runtime.wire import Abort, Add, Command, Pace, Profile, Report, StepDone, Stop, command_reader, encode
 
 _CHUNK = 1 << 20
 STATS_PERIOD_S: Final = 0.1
@@ -88,6 +88,8 @@ def run_engine_loop(
                 core.add_request(command.request)
             elif isinstance(command, Abort):
                 core.abort(command.request_id, command.index)
+            elif isinstance(command, Pace):
+                core.report_interval = command.report_interval
             elif isinstance(command, Profile):
                 assert profiler is not None, "a profile needs an engine that was loaded for it"
                 profiler.start()
@@ -98,6 +100,7 @@ def run_engine_loop(
             events, stats = core.step(), None
             if (now := clock()) >= next_stats or not core.has_work:
                 stats, next_stats = core.stats(), now + STATS_PERIOD_S
-            link.send(StepDone(events, stats))
+            if events or stats:
+                link.send(StepDone(events, stats))
             marks.mark(Phase.SEND)
             marks.step_done()

@@ -42,6 +42,7 @@ class Intake:
         params: SamplingParams,
         deadline: float | None,
         cache_salt: str | None,
+        streams: bool,
     ) -> Request:
         """Under an id of its own, for callers' ids repeat. Raises RequestError."""
         resolved = resolve_params(params, len(token_ids), self._vocab_size, self._limits)  # first: it bounds the prompt
@@ -52,4 +53,5 @@ class Intake:
             arrival_time=self._clock(),
             deadline=deadline,
             cache_salt=cache_salt,
+            streams=streams,
         )

@@ -19,3 +19,5 @@ class Request:
     """Monotonic time after which the request is ended with DEADLINE_EXCEEDED."""
     cache_salt: str | None = None
     """Requests share prefix blocks only with requests of the same salt."""
+    streams: bool = True
+    """Tokens are wanted as they come. False: the first, and then all others with the end."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,6 +34,8 @@ class SequenceGroup:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One for each prompt token computed so far, where asked for; the first is None."""
     prompt_computed: bool = False
+    patience: float = 0.0
+    """Report intervals that a continuation's tokens may wait; see `patience_of`."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -72,6 +75,8 @@ class Sequence:
     """False once a hash collision has cut the chain of cached blocks."""
     started: bool = False
     """An event has been sent."""
+    num_reported: int = 0
+    """Tokens of token_ids that are in events, the prompt's included."""
     in_sampler: bool = False
     drafts: "TextDrafts | None" = None
     """From its first chance to guess on; kept over preemptions."""
@@ -87,6 +92,12 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    def take_unreported(self) -> tuple[int, ...]:
+        """The tokens that no event has had, for the next one."""
+        tokens = tuple(self.token_ids[self.num_reported :])
+        self.num_reported = len(self.token_ids)
+        return tokens
 
     def append(self, sampled: Iterable[int]) -> tuple[tuple[int, ...], Finish | None]:
         """Appends tokens up to the one that ends the sequence. Returns those appended."""
@@ -112,10 +123,20 @@ class Progress(msgspec.Struct, frozen=True):
     finish: Finish | None
 
 
+def patience_of(request: Request) -> float:
+    """How many report intervals its tokens may wait: none where each may be the last, or has more to it than an id."""
+    if request.params.stop or request.params.logprobs is not None:
+        return 0.0
+    return 1.0 if request.streams else inf
+
+
 def new_group(request: Request, stop_token_ids: frozenset[int], max_len: int, first_seq_id: int) -> SequenceGroup:
     """A request that has just come, with its n continuations; their ids count from *first_seq_id*."""
-    wants_logprobs = request.params.prompt_logprobs is not None
-    group = SequenceGroup(request, stop_token_ids, prompt_logprobs=[None] if wants_logprobs else None)
+    prompt, wants_logprobs = request.prompt_token_ids, request.params.prompt_logprobs is not None
+    group = SequenceGroup(
+        request, stop_token_ids, prompt_logprobs=[None] if wants_logprobs else None, patience=patience_of(request)
+    )
     for index in range(request.params.n):
-        group.members[index] = Sequence(first_seq_id + index, index, group, list(request.prompt_token_ids), max_len)
+        seq_id = first_seq_id + index
+        group.members[index] = Sequence(seq_id, index, group, list(prompt), max_len, num_reported=len(prompt))
     return group

@@ -10,9 +10,9 @@ from typing import Final
 
 from castline.engines.host import usable_cores
 
-MAX_SHARE: Final = 0.05
+MAX_SHARE: Final = 0.04
 """Of the CPU time of all cores, that serving may take before messages become longer."""
-EASY_SHARE: Final = 0.04
+EASY_SHARE: Final = 0.03
 """Messages become shorter only where serving then takes less than this at most."""
 CALM_WINDOWS: Final = 2
 """In a row, before messages become shorter."""

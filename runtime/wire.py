@@ -37,6 +37,12 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     """One continuation, or all."""
 
 
+class Pace(msgspec.Struct, tag=True, frozen=True):
+    """From now on a continuation's events have at least so many tokens, where nothing asks for each at once."""
+
+    report_interval: int
+
+
 class Profile(msgspec.Struct, tag=True, frozen=True):
     """Write the profile that is being recorded, if there is one, and begin the next. Only after a Load with one."""
 
@@ -61,7 +67,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-Command = Load | Add | Abort | Profile | Stop
+Command = Load | Add | Abort | Pace | Profile | Stop
 Report = Ready | StepDone | Failed
 
 Message = TypeVar("Message")

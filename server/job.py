@@ -69,6 +69,7 @@ def _generate(
         add_special_tokens=job.add_special_tokens,
         cache_salt=job.cache_salt,
         express=express,
+        streams=isinstance(job.writer, StreamWriter),
     )
     return cast(AsyncGenerator[Output, None], outputs)
 

@@ -42,6 +42,7 @@ class MeteredEngine(EngineClient):
         timeout_s: float | None = None,
         cache_salt: str | None = None,
         express: Express | None = None,
+        streams: bool = True,
     ) -> AsyncIterator[Output]:
         meter = RequestMeter(self._metrics, params.n)
         error: BaseException | None = None
@@ -56,6 +57,7 @@ class MeteredEngine(EngineClient):
                 timeout_s=timeout_s,
                 cache_salt=cache_salt,
                 express=None if express is None else _metered(express, meter),
+                streams=streams,
             )
             async with aclosing(cast(AsyncGenerator[Output, None], outputs)):
                 while (output := await self._next(outputs)) is not None:

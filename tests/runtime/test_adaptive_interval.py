@@ -42,37 +42,37 @@ def proportional(share: float) -> Callable[[int], float]:
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"), [(0.001, 1), (0.049, 1), (0.051, 2), (0.099, 2), (0.11, 4), (0.3, 8), (0.9, 8)]
+    ("load", "expected"), [(0.02, 1), (0.98, 1), (1.02, 2), (1.98, 2), (2.2, 4), (6, 8), (18, 8)]
 )
-def test_it_becomes_as_long_as_the_load_asks(share: float, expected: int) -> None:
+def test_it_becomes_as_long_as_the_load_asks(load: float, expected: int) -> None:
     """Prevents messages that are longer than they must be, and an interval that takes seconds to find."""
-    assert Machine(proportional(share)).run(6) == [expected] * 6
+    assert Machine(proportional(load * MAX_SHARE)).run(6) == [expected] * 6
 
 
 def test_it_goes_on_where_half_the_messages_do_not_cost_half() -> None:
     """Prevents an interval that trusts its first guess: a step costs something whatever the number of messages."""
-    machine = Machine(lambda tokens: 0.03 + 0.06 / tokens)
+    machine = Machine(lambda tokens: (0.6 + 1.2 / tokens) * MAX_SHARE)
     assert machine.run(4) == [2, 4, 4, 4]
 
 
 def test_it_becomes_short_again_after_the_load() -> None:
     """Prevents a server that stays slow to speak after one busy minute."""
-    machine = Machine(proportional(0.3))
+    machine = Machine(proportional(6 * MAX_SHARE))
     assert machine.run(2) == [8, 8]
-    machine.share = proportional(0.07)
+    machine.share = proportional(1.4 * MAX_SHARE)
     assert machine.run(3) == [8, 2, 2]
-    machine.share = proportional(0.01)
+    machine.share = proportional(0.2 * MAX_SHARE)
     assert machine.run(3) == [2, 1, 1]
 
 
 def test_one_calm_window_is_no_end_of_the_load() -> None:
     """Prevents streams that change with every pause between two bursts."""
-    machine = Machine(proportional(0.3))
+    machine = Machine(proportional(6 * MAX_SHARE))
     machine.run(1)
     for _ in range(5):
-        machine.share = proportional(0.001)
+        machine.share = proportional(0.02 * MAX_SHARE)
         assert machine.run(1) == [8]
-        machine.share = proportional(0.3)
+        machine.share = proportional(6 * MAX_SHARE)
         assert machine.run(1) == [8]
 
 
@@ -88,19 +88,19 @@ def test_the_same_load_never_swings_it(fixed: float, messages: float) -> None:
         assert machine.share(seen[-1] // 2) > MAX_SHARE - 1e-9
 
 
-@pytest.mark.parametrize("share", [0.045, 0.09, 0.11, 0.19, 0.21])
-def test_a_noisy_load_does_not_swing_it(share: float) -> None:
+@pytest.mark.parametrize("load", [0.9, 1.8, 2.2, 3.8, 4.2])
+def test_a_noisy_load_does_not_swing_it(load: float) -> None:
     """Prevents a load near a limit from going to and fro with the noise of every window."""
     rng = random.Random(1)
     noise = EASY_SHARE / MAX_SHARE
-    machine = Machine(lambda tokens: share / tokens * rng.uniform(noise, 1 / noise))
+    machine = Machine(lambda tokens: load * MAX_SHARE / tokens * rng.uniform(noise, 1 / noise))
     seen = machine.run(100)
     assert seen == sorted(seen)
 
 
 def test_it_begins_anew_after_idleness() -> None:
     """Prevents the next lone stream from paying for the load before it, and idle time from hiding a load."""
-    machine = Machine(proportional(0.3))
+    machine = Machine(proportional(6 * MAX_SHARE))
     machine.run(1)
     machine.interval.end()
     assert machine.interval.tokens == 1
@@ -109,7 +109,7 @@ def test_it_begins_anew_after_idleness() -> None:
     machine.interval.begin()
     assert machine.run(1) == [8]
     machine.interval.end()
-    machine.share = proportional(0.001)
+    machine.share = proportional(0.02 * MAX_SHARE)
     machine.now += 1.0
     machine.cpu += 100.0
     machine.interval.begin()

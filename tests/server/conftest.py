@@ -139,6 +139,7 @@ class FakeEngine:
         timeout_s: float | None = None,
         cache_salt: str | None = None,
         express: Express | None = None,
+        streams: bool = True,
     ) -> AsyncIterator[Output]:
         ids = (
             self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
