@@ -47,7 +47,7 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     return pack(plan, block_size)
 
 
-def _pack_decodes(parts: tuple[ScheduledSequence, ...], block_size: int) -> StepBatch:
+def _pack_decodes(parts: Sequence[ScheduledSequence], block_size: int) -> StepBatch:
     """As `pack`, where every sequence has one token and samples: most steps, and each array operation counts then."""
     count = len(parts)
     starts = [part.start for part in parts]
@@ -108,7 +108,7 @@ def block_table(tables: Sequence[tuple[int, ...]]) -> NDArray[np.int32]:
 
 
 def _logits_rows(
-    parts: tuple[ScheduledSequence, ...], first_token: list[int]
+    parts: Sequence[ScheduledSequence], first_token: list[int]
 ) -> tuple[list[int], tuple[DraftRows, ...], tuple[PromptRows, ...]]:
     """Packed tokens whose logits are wanted: to sample one token each, to check guesses, of prompts, in this order.
 

@@ -188,11 +188,15 @@ class EngineCore:
         events, logprobs, interval = self._events, samples.logprobs, self.report_interval
         for part in self.scheduler.commit(plan, samples.token_ids):
             seq = part.seq
-            group = seq.group
-            if part.finish is not None or not seq.started or seq.seq_id in logprobs:
+            if part.finish is not None or not seq.started or (logprobs and seq.seq_id in logprobs):
                 self._report(seq, seq.take_unreported(), logprobs.get(seq.seq_id, []), part.finish)
-            elif len(seq.token_ids) - seq.num_reported >= interval * group.patience:  # most events there are
-                events.append(SequenceEvent(group.request.request_id, seq.index, seq.take_unreported()))
+                continue
+            num_unreported = len(seq.token_ids) - seq.num_reported
+            if num_unreported == 1 >= interval * seq.patience:  # most events there are
+                seq.num_reported += 1
+                events.append(SequenceEvent(seq.request_id, seq.index, part.token_ids))
+            elif num_unreported >= interval * seq.patience:
+                events.append(SequenceEvent(seq.request_id, seq.index, seq.take_unreported()))
 
     def _end_broken(self, seq: Sequence, samples: StepSamples, finish: Finish) -> None:
         """Ends a sequence that can have no further token, with those that right guesses had given it before."""

@@ -96,9 +96,9 @@ class DeviceRunner:
                 samples.broken[seq_id] = BrokenLogits({seq_id: UNSOUND_LOGITS})
             else:
                 kept[seq_id] = token
-        self._sampler.tokens.record(list(kept), list(kept.values()))
-        for seq_id, token in kept.items():
-            samples.token_ids[seq_id] = (token,)
+        tokens = list(kept.values())
+        self._sampler.tokens.record(list(kept), tokens)
+        samples.add(tuple(kept), tokens)
 
 
 def _continues(batch: StepBatch, after: StepInFlight) -> NDArray[np.int32]:

@@ -36,7 +36,7 @@ class Finish(msgspec.Struct, frozen=True):
     message: str | None = None
 
 
-class SequenceEvent(msgspec.Struct, frozen=True, array_like=True):
+class SequenceEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one continuation."""
 
     request_id: str

@@ -4,16 +4,15 @@ Such a step's numbers are written over the last one's, in the same arrays. So th
 are touched only where they changed, and an executor that reads from where it read last has nothing to copy.
 """
 
-from collections.abc import Sequence
+from functools import partial
 from struct import Struct
 
 import numpy as np
 
 from castline.plugins.contract import StepTensors
 from castline.runtime.batch import StepBatch, block_table, pack
-from castline.runtime.plan import ScheduledSequence, StepPlan
-
-Pair = tuple[list[int], list[int]]
+from castline.runtime.decodes import Decodes
+from castline.runtime.plan import StepPlan
 
 
 class StepPacker:
@@ -21,45 +20,32 @@ class StepPacker:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._decodes: _Decodes | None = None
+        self._arrays: _Arrays | None = None
 
     def pack(self, plan: StepPlan) -> StepBatch:
         """As `castline.runtime.batch.pack`. Valid until the next call."""
-        seq_ids: list[int] = []
-        tokens: list[int] = []
-        starts: list[int] = []
-        ends: list[int] = []
-        slots: list[int] = []
-        tables: list[tuple[int, ...]] = []
-        size = self._block_size
-        for part in plan.scheduled:
-            token_ids, start, table = part.token_ids, part.start, part.block_ids
-            if len(token_ids) != 1 or not part.samples or part.all_logits:
-                return pack(plan, size)
-            seq_ids.append(part.seq_id)
-            tokens.append(token_ids[0])
-            starts.append(start)
-            ends.append(start + 1)
-            slots.append(table[start // size] * size + start % size)
-            tables.append(table)
-        decodes = self._decodes
-        if decodes is None or not decodes.fits(seq_ids, tables):
-            decodes = self._decodes = _Decodes(seq_ids, plan.scheduled)
-        decodes.write((tokens, starts), (slots, ends), tables)
-        return decodes.batch
+        decodes = Decodes.of(plan.scheduled, self._block_size)
+        if decodes is None:
+            return pack(plan, self._block_size)
+        arrays = self._arrays
+        if arrays is None or not arrays.fit(decodes):
+            arrays = self._arrays = _Arrays(decodes)
+        arrays.write(decodes)
+        return arrays.batch
 
 
-class _Decodes:
-    """Steps in which some sequences decode."""
+class _Arrays:
+    """Of steps in which some sequences decode."""
 
-    def __init__(self, seq_ids: list[int], parts: Sequence[ScheduledSequence]) -> None:
-        count = len(parts)
+    def __init__(self, decodes: Decodes) -> None:
+        count = len(decodes)
         self._ids_positions = np.empty((2, count), np.int64)
         self._slots_lens = np.empty((2, count), np.int32)
-        self._write_longs = Struct(f"={2 * count}q").pack_into  # NumPy takes longer to read lists
-        self._write_ints = Struct(f"={2 * count}i").pack_into
-        self._seq_ids = seq_ids
-        self._tables = [part.block_ids for part in parts]
+        # NumPy takes longer to read lists.
+        self._write_longs = partial(Struct(f"={2 * count}q").pack_into, self._ids_positions.data, 0)
+        self._write_ints = partial(Struct(f"={2 * count}i").pack_into, self._slots_lens.data, 0)
+        self._seq_ids = decodes.seq_ids
+        self._tables = decodes.tables
         self._width = max(map(len, self._tables))
         tensors = StepTensors(
             input_ids=self._ids_positions[0],
@@ -70,18 +56,20 @@ class _Decodes:
             block_table=block_table(self._tables),
             logits_indices=np.arange(count, dtype=np.int64),
         )
-        self.batch = StepBatch(tensors, tuple(seq_ids), (), ())
+        self.batch = StepBatch(tensors, decodes.seq_ids, (), ())
 
-    def fits(self, seq_ids: list[int], tables: list[tuple[int, ...]]) -> bool:
-        """The arrays are those of these sequences, and as wide as their tables."""
-        if seq_ids != self._seq_ids:
+    def fit(self, decodes: Decodes) -> bool:
+        """They are of the same sequences, and as wide as their tables."""
+        if decodes.seq_ids is not self._seq_ids and decodes.seq_ids != self._seq_ids:
             return False
-        return tables == self._tables or max(map(len, tables)) == self._width
+        tables = decodes.tables
+        return tables is self._tables or tables == self._tables or max(map(len, tables)) == self._width
 
-    def write(self, ids_positions: Pair, slots_lens: Pair, tables: list[tuple[int, ...]]) -> None:
-        self._write_longs(self._ids_positions.data, 0, *ids_positions[0], *ids_positions[1])
-        self._write_ints(self._slots_lens.data, 0, *slots_lens[0], *slots_lens[1])
-        if tables != self._tables:  # most are the same objects, which is soon seen
+    def write(self, decodes: Decodes) -> None:
+        starts, tables = decodes.starts, decodes.tables
+        self._write_longs(*decodes.token_ids, *starts)
+        self._write_ints(*decodes.slots, *[start + 1 for start in starts])
+        if tables is not self._tables and tables != self._tables:  # most are the same objects, which is soon seen
             rows = self.batch.tensors.block_table
             for row, (table, last) in enumerate(zip(tables, self._tables, strict=True)):
                 if table is not last:

@@ -1,11 +1,12 @@
 """The plan of one step: plain data from the scheduler to the batch builder, none of which ever changes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 
-class ScheduledSequence(msgspec.Struct, frozen=True):  # made by the hundred in a step: four times as fast
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):  # made by the hundred in a step: four times as fast
     """The part one sequence has in a step: tokens ``start .. start + len(token_ids)`` are computed."""
 
     seq_id: int
@@ -25,7 +26,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):  # made by the hundred in 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    scheduled: tuple[ScheduledSequence, ...]
+    scheduled: Sequence[ScheduledSequence]
     block_copies: tuple[tuple[int, int], ...] = ()
     """(source, destination) blocks copied, over all layers, before the step: copy on write."""
     preempted: tuple[int, ...] = ()

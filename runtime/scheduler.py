@@ -18,15 +18,19 @@ that the model confirms are ever part of a sequence, of its computed tokens, or 
 """
 
 from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Parts
 from collections.abc import Sequence as Tokens
 
 from castline.runtime.admission import length_limit
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.counters import Counters
+from castline.runtime.decode_cohort import DecodeCohort
+from castline.runtime.decodes import Decodes
 from castline.runtime.events import Finish, FinishReason
 from castline.runtime.kv_manager import KvManager
 from castline.runtime.lanes import Lane, LanePolicy
 from castline.runtime.look_ahead import look_ahead
+from castline.runtime.one_token import MANY, OneToken
 from castline.runtime.plan import ScheduledSequence, StepPlan
 from castline.runtime.request import Request
 from castline.runtime.roster import Roster
@@ -55,6 +59,8 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._speculation = speculation or (Speculation(limits) if limits.max_drafts else None)
         self._next_seq_id = 0
+        self._cohort: DecodeCohort | None = None
+        """While nobody came or went since all of its sequences decoded in the last step."""
         self._reset_step()
 
     # Requests come and go
@@ -89,11 +95,13 @@ class Scheduler:
             stop = stop.union(params.stop_token_ids)
         group = new_group(request, stop, length_limit(len(prompt), params, self.limits), self._next_seq_id)
         self._next_seq_id += params.n
+        self._cohort = None
         uncached = len(prompt) - len(self.kv.lookup(group.members[0])) * self.kv.block_size
         self._roster.add(group, self._policy.lane_of(uncached, self.limits.max_num_batched_tokens))
 
     def remove(self, seq: Sequence) -> None:
         """*seq* has ended, for whatever reason. Between steps, or between the execution of a step and its commit."""
+        self._cohort = None
         if seq.running:
             self.kv.release(seq)
         self._roster.remove(seq)
@@ -103,16 +111,18 @@ class Scheduler:
     def schedule(self, only: Collection[int] | None = None) -> StepPlan:
         """The next step. With *only*, nothing but these running sequences, and nobody is admitted."""
         self._reset_step()
-        self._schedule_decodes(only)
-        if len(self._plan) < len(self._roster.sequences):  # else everyone there is decodes
-            long_budget = self._long_budget() if only is None else self._budget
-            long_budget -= self._schedule_prompts(Lane.LONG, long_budget, only)
-            self._schedule_prompts(Lane.SHORT, self._budget, only)
-            if only is None:
-                self._admit_waiting(long_budget)
+        parts: Parts[ScheduledSequence] | None = None
+        if only is None and self._cohort is not None:
+            parts = self._cohort.plan()
+        if parts is not None:
+            self._budget -= len(parts)
+        else:
+            self._fill_plan(only)
+            self._cohort = self._new_cohort()
+            parts = tuple(self._plan) if self._cohort is None else self._cohort.planned
         if only is None and self._speculation is not None:
-            self._speculation.extend(self._plan, self._roster.sequences, self.kv, self._budget)
-        return StepPlan(tuple(self._plan), self.kv.block_copies, tuple(self._preempted))
+            parts = self._speculation.extend(parts, self._roster.sequences, self.kv, self._budget)
+        return StepPlan(parts, self.kv.block_copies, tuple(self._preempted))
 
     def look_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after *plan*, which is being executed: see castline.runtime.look_ahead."""
@@ -126,6 +136,12 @@ class Scheduler:
         """
         self.kv.commit_copies()
         self.counters.steps += 1
+        if self._cohort is not None and self._cohort.planned is plan.scheduled and isinstance(sampled, OneToken):
+            side_by_side = self._cohort.commit(sampled)
+            if side_by_side is not None:
+                self.counters.generation_tokens += len(side_by_side)
+                return side_by_side
+        self._cohort = None
         progress, num_generated, block_size = [], 0, self.kv.block_size
         sequences = self._roster.sequences
         for part in plan.scheduled:
@@ -158,6 +174,7 @@ class Scheduler:
 
         Sequences it admitted stay running, those it preempted stay waiting.
         """
+        self._cohort = None
         self.kv.undo_copies()
         for part in plan.scheduled:
             if (seq := self._roster.sequences.get(part.seq_id)) is not None:
@@ -178,6 +195,24 @@ class Scheduler:
         self._plan: list[ScheduledSequence] = []
         self._preempted: list[int] = []
         self._budget = self.limits.max_num_batched_tokens
+
+    def _fill_plan(self, only: Collection[int] | None) -> None:
+        self._schedule_decodes(only)
+        if len(self._plan) < len(self._roster.sequences):  # else everyone there is decodes
+            long_budget = self._long_budget() if only is None else self._budget
+            long_budget -= self._schedule_prompts(Lane.LONG, long_budget, only)
+            self._schedule_prompts(Lane.SHORT, self._budget, only)
+            if only is None:
+                self._admit_waiting(long_budget)
+
+    def _new_cohort(self) -> DecodeCohort | None:
+        """Of everyone there, if all of them do nothing but decode in this step."""
+        sequences = self._roster.sequences
+        if not MANY <= len(sequences) == len(self._plan) or self.kv.block_copies:
+            return None
+        seqs = [sequences[part.seq_id] for part in self._plan]
+        decodes = Decodes.of(self._plan, self.kv.block_size) if all(seq.started for seq in seqs) else None
+        return None if decodes is None else DecodeCohort(seqs, decodes, self.kv)
 
     def _schedule_decodes(self, only: Collection[int] | None) -> None:
         running, index = self._roster.running, 0

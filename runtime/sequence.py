@@ -34,8 +34,6 @@ class SequenceGroup:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One for each prompt token computed so far, where asked for; the first is None."""
     prompt_computed: bool = False
-    patience: float = 0.0
-    """Report intervals that a continuation's tokens may wait; see `patience_of`."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -75,6 +73,9 @@ class Sequence:
     """False once a hash collision has cut the chain of cached blocks."""
     started: bool = False
     """An event has been sent."""
+    request_id: str = ""
+    patience: float = 0.0
+    """Report intervals that its tokens may wait; see `patience_of`."""
     num_reported: int = 0
     """Tokens of token_ids that are in events, the prompt's included."""
     in_sampler: bool = False
@@ -115,7 +116,7 @@ class Sequence:
         return self.num_tokens - self.num_prompt >= self.group.request.params.min_tokens
 
 
-class Progress(msgspec.Struct, frozen=True):
+class Progress(msgspec.Struct, frozen=True, gc=False):
     """What a step brought one sequence. A sequence with ``finish`` has left the scheduler."""
 
     seq: Sequence
@@ -133,10 +134,9 @@ def patience_of(request: Request) -> float:
 def new_group(request: Request, stop_token_ids: frozenset[int], max_len: int, first_seq_id: int) -> SequenceGroup:
     """A request that has just come, with its n continuations; their ids count from *first_seq_id*."""
     prompt, wants_logprobs = request.prompt_token_ids, request.params.prompt_logprobs is not None
-    group = SequenceGroup(
-        request, stop_token_ids, prompt_logprobs=[None] if wants_logprobs else None, patience=patience_of(request)
-    )
+    group = SequenceGroup(request, stop_token_ids, prompt_logprobs=[None] if wants_logprobs else None)
     for index in range(request.params.n):
-        seq_id = first_seq_id + index
-        group.members[index] = Sequence(seq_id, index, group, list(prompt), max_len, num_reported=len(prompt))
+        seq = Sequence(first_seq_id + index, index, group, list(prompt), max_len)
+        seq.request_id, seq.patience, seq.num_reported = request.request_id, patience_of(request), len(prompt)
+        group.members[index] = seq
     return group

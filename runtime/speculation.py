@@ -10,11 +10,13 @@ fades what is known against it, so that it is tried again some time: a text may 
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Parts
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
 from castline.runtime.client import EffectiveLimits
+from castline.runtime.decodes import Decodes
 from castline.runtime.kv_manager import KvManager
 from castline.runtime.plan import ScheduledSequence
 from castline.runtime.prompt_lookup import LONGEST_MATCH, SHORTEST_MATCH, PromptLookup
@@ -86,15 +88,16 @@ class Speculation:
         self._num_decodes = 1
 
     def extend(
-        self, plan: list[ScheduledSequence], sequences: Mapping[int, Sequence], kv: KvManager, budget: int
-    ) -> None:
-        """Adds guesses to those in *plan* that decode, while *budget* tokens and the free blocks last.
+        self, plan: Parts[ScheduledSequence], sequences: Mapping[int, Sequence], kv: KvManager, budget: int
+    ) -> Parts[ScheduledSequence]:
+        """*plan* with guesses for those that decode, while *budget* tokens and the free blocks last; itself without.
 
         Each step begins with another sequence, so that all get their turn where not all can.
         """
         budget = min(budget, self._max_step_drafts)
         if budget == 0 or not self._can_pay(plan):
-            return
+            return plan
+        extended: dict[int, ScheduledSequence] = {}
         for offset in range(len(plan)):
             place = (self._num_steps + offset) % len(plan)
             part = plan[place]
@@ -105,10 +108,13 @@ class Speculation:
             drafts = self.propose(seq, min(budget, seq.max_len - seq.num_tokens - 1))
             if drafts and (drafts := drafts[: kv.reserve_more(seq, 1, len(drafts))]):
                 tokens = part.token_ids + drafts
-                plan[place] = structs.replace(part, token_ids=tokens, block_ids=seq.block_ids, num_drafts=len(drafts))
+                extended[place] = structs.replace(
+                    part, token_ids=tokens, block_ids=seq.block_ids, num_drafts=len(drafts)
+                )
                 budget -= len(drafts)
                 if budget == 0:
-                    return
+                    break
+        return tuple(extended.get(place, part) for place, part in enumerate(plan)) if extended else plan
 
     def propose(self, seq: Sequence, limit: int) -> tuple[int, ...]:
         """Up to *limit* tokens to guess after *seq* in this step; none of them would end it."""
@@ -138,11 +144,13 @@ class Speculation:
         seq.drafts.rates.add(seq.drafts.match, num_accepted, wrong, _TEXT_FADE)
         self._rates.add(seq.drafts.match, num_accepted, wrong, _ALL_FADE)
 
-    def _can_pay(self, plan: list[ScheduledSequence]) -> bool:
+    def _can_pay(self, plan: Parts[ScheduledSequence]) -> bool:
         """Whether a guess in this step can be worth it at all."""
         self._num_steps += 1
-        num_tokens = sum(len(part.token_ids) for part in plan)
-        self._num_decodes = sum(part.samples for part in plan)
+        num_tokens = self._num_decodes = len(plan)
+        if not isinstance(plan, Decodes):
+            num_tokens = sum(len(part.token_ids) for part in plan)
+            self._num_decodes = sum(part.samples for part in plan)
         # Over as many tokens again, for the difference of two near sizes would be mostly noise.
         self._slope = self.costs.relative_slope(num_tokens, num_tokens + self._max_drafts)
         if self._num_steps % _PROBE_STEPS == 0:

@@ -7,7 +7,7 @@ after the first wrong guess is never looked at.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from castline.runtime.batch import DraftRows, StepBatch
 from castline.runtime.events import TokenLogprobs
+from castline.runtime.one_token import MANY, OneToken
 from castline.runtime.sampler_api import BrokenLogits, Sampler, SampleResult
 
 Logits = NDArray[np.float32]
@@ -25,12 +26,21 @@ _log = logging.getLogger(__name__)
 class StepSamples(msgspec.Struct):
     """By seq_id."""
 
-    token_ids: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    token_ids: Mapping[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
     """At least one for each sequence that samples, unless it is broken."""
     logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
     """One for each token, of the sequences that asked."""
     broken: dict[int, BrokenLogits] = msgspec.field(default_factory=dict)
     """Sequences that cannot have another token."""
+
+    def add(self, seq_ids: Sequence[int], token_ids: list[int]) -> None:
+        """One more token for each of *seq_ids*."""
+        earlier = self.token_ids
+        if not earlier and len(seq_ids) >= MANY:
+            self.token_ids = OneToken(tuple(seq_ids), token_ids)
+            return
+        added = zip(seq_ids, zip(token_ids), strict=True)
+        self.token_ids = {**earlier, **{seq_id: earlier.get(seq_id, ()) + token for seq_id, token in added}}
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -99,12 +109,7 @@ def sample_rows(sampler: Sampler, samples: StepSamples, rows: Rows, seq_ids: Seq
 
 
 def _keep(samples: StepSamples, result: SampleResult, seq_ids: Sequence[int]) -> None:
-    tokens = zip(seq_ids, zip(result.token_ids), strict=True)
-    if samples.token_ids:
-        for seq_id, token in tokens:
-            samples.token_ids[seq_id] = samples.token_ids.get(seq_id, ()) + token
-    else:  # most steps
-        samples.token_ids = dict(tokens)
+    samples.add(seq_ids, result.token_ids)
     if result.logprobs:
         for seq_id, logprobs in zip(seq_ids, result.logprobs, strict=True):
             if logprobs is not None:

@@ -42,8 +42,7 @@ class Text:
             for number, seq in self.sequences.items()
         ]
         room = self.limits.max_num_batched_tokens - len(plan) if budget is None else budget
-        self.speculation.extend(plan, self.sequences, self.kv, room)
-        return plan
+        return list(self.speculation.extend(plan, self.sequences, self.kv, room))
 
     def learn(self, seq: Sequence, num_drafts: int, num_accepted: int, times: int) -> None:
         seq.drafts = seq.drafts or TextDrafts()
