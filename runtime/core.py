@@ -189,14 +189,16 @@ class EngineCore:
         for part in self.scheduler.commit(plan, samples.token_ids):
             seq = part.seq
             if part.finish is not None or not seq.started or (logprobs and seq.seq_id in logprobs):
-                self._report(seq, seq.take_unreported(), logprobs.get(seq.seq_id, []), part.finish)
+                token_ids = seq.take_unreported(len(part.token_ids))
+                self._report(seq, token_ids, logprobs.get(seq.seq_id, []), part.finish)
                 continue
-            num_unreported = len(seq.token_ids) - seq.num_reported
-            if num_unreported == 1 >= interval * seq.patience:  # most events there are
-                seq.num_reported += 1
+            num_unreported, num_new = seq.num_unreported, len(part.token_ids)
+            if num_unreported + num_new < interval * seq.patience:
+                seq.num_unreported += num_new
+            elif num_unreported:
+                events.append(SequenceEvent(seq.request_id, seq.index, seq.take_unreported(num_new)))
+            else:  # most events there are
                 events.append(SequenceEvent(seq.request_id, seq.index, part.token_ids))
-            elif num_unreported >= interval * seq.patience:
-                events.append(SequenceEvent(seq.request_id, seq.index, seq.take_unreported()))
 
     def _end_broken(self, seq: Sequence, samples: StepSamples, finish: Finish) -> None:
         """Ends a sequence that can have no further token, with those that right guesses had given it before."""

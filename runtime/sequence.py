@@ -60,9 +60,15 @@ class Sequence:
     group: SequenceGroup
     token_ids: list[int]
     max_len: int
-    lane: Lane = Lane.SHORT
-    running: bool = False
+    # What every step touches lies side by side.
     num_computed: int = 0
+    started: bool = False
+    """An event has been sent."""
+    num_unreported: int = 0
+    """The last of token_ids, which no event has had."""
+    request_id: str = ""
+    patience: float = 0.0
+    """Report intervals that its tokens may wait; see `patience_of`."""
     block_ids: tuple[int, ...] = ()
     """Replaced, never changed, so that plans share it: a step costs nothing for each block."""
     prefix_keys: list[int] = field(default_factory=list)
@@ -71,13 +77,8 @@ class Sequence:
     """The prefix cache's view of the first blocks of block_ids."""
     cacheable: bool = True
     """False once a hash collision has cut the chain of cached blocks."""
-    started: bool = False
-    """An event has been sent."""
-    request_id: str = ""
-    patience: float = 0.0
-    """Report intervals that its tokens may wait; see `patience_of`."""
-    num_reported: int = 0
-    """Tokens of token_ids that are in events, the prompt's included."""
+    lane: Lane = Lane.SHORT
+    running: bool = False
     in_sampler: bool = False
     drafts: "TextDrafts | None" = None
     """From its first chance to guess on; kept over preemptions."""
@@ -94,11 +95,10 @@ class Sequence:
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
 
-    def take_unreported(self) -> tuple[int, ...]:
-        """The tokens that no event has had, for the next one."""
-        tokens = tuple(self.token_ids[self.num_reported :])
-        self.num_reported = len(self.token_ids)
-        return tokens
+    def take_unreported(self, num_new: int = 0) -> tuple[int, ...]:
+        """The tokens that no event has had, *num_new* of this step among them, for the next event."""
+        count, self.num_unreported = self.num_unreported + num_new, 0
+        return tuple(self.token_ids[len(self.token_ids) - count :])
 
     def append(self, sampled: Iterable[int]) -> tuple[tuple[int, ...], Finish | None]:
         """Appends tokens up to the one that ends the sequence. Returns those appended."""
@@ -137,6 +137,6 @@ def new_group(request: Request, stop_token_ids: frozenset[int], max_len: int, fi
     group = SequenceGroup(request, stop_token_ids, prompt_logprobs=[None] if wants_logprobs else None)
     for index in range(request.params.n):
         seq = Sequence(first_seq_id + index, index, group, list(prompt), max_len)
-        seq.request_id, seq.patience, seq.num_reported = request.request_id, patience_of(request), len(prompt)
+        seq.request_id, seq.patience = request.request_id, patience_of(request)
         group.members[index] = seq
     return group
