@@ -28,15 +28,15 @@ from castline.runtime.decode_cohort import DecodeCohort
 from castline.runtime.decodes import Decodes
 from castline.runtime.events import Finish, FinishReason
 from castline.runtime.kv_manager import KvManager
-from castline.runtime.lanes import Lane, LanePolicy
+from castline.runtime.lanes import LanePolicy
 from castline.runtime.look_ahead import look_ahead
 from castline.runtime.one_token import MANY, OneToken
 from castline.runtime.plan import ScheduledSequence, StepPlan
+from castline.runtime.plan_filler import PlanFiller
 from castline.runtime.request import Request
 from castline.runtime.roster import Roster
 from castline.runtime.sequence import Progress, Sequence, SequenceGroup, new_group
 from castline.runtime.speculation import Speculation
-from castline.runtime.waiting import Admission, AdmissionRound
 
 
 class Scheduler:
@@ -56,12 +56,12 @@ class Scheduler:
         self.counters = Counters()
         self._roster = Roster(limits)
         self._policy = policy or LanePolicy()
+        self._filler = PlanFiller(limits, self._policy, self.kv, self._roster, self.counters)
         self._eos = frozenset(eos_token_ids)
         self._speculation = speculation or (Speculation(limits) if limits.max_drafts else None)
         self._next_seq_id = 0
         self._cohort: DecodeCohort | None = None
         """While nobody came or went since all of its sequences decoded in the last step."""
-        self._reset_step()
 
     # Requests come and go
 
@@ -81,6 +81,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return self._roster.num_waiting
+
+    @property
+    def newly_admitted(self) -> list[SequenceGroup]:
+        """Requests that have their first part in the latest plan."""
+        return self._filler.newly_admitted
 
     def get(self, seq_id: int) -> Sequence | None:
         """The live sequence of that id."""
@@ -110,19 +115,20 @@ class Scheduler:
 
     def schedule(self, only: Collection[int] | None = None) -> StepPlan:
         """The next step. With *only*, nothing but these running sequences, and nobody is admitted."""
-        self._reset_step()
+        filler = self._filler
+        filler.start()
         parts: Parts[ScheduledSequence] | None = None
         if only is None and self._cohort is not None:
             parts = self._cohort.plan()
         if parts is not None:
-            self._budget -= len(parts)
+            filler.budget -= len(parts)
         else:
-            self._fill_plan(only)
-            self._cohort = self._new_cohort()
-            parts = tuple(self._plan) if self._cohort is None else self._cohort.planned
+            filler.fill(only)
+            self._cohort = self._new_cohort(filler.parts)
+            parts = tuple(filler.parts) if self._cohort is None else self._cohort.planned
         if only is None and self._speculation is not None:
-            parts = self._speculation.extend(parts, self._roster.sequences, self.kv, self._budget)
-        return StepPlan(parts, self.kv.block_copies, tuple(self._preempted))
+            parts = self._speculation.extend(parts, self._roster.sequences, self.kv, filler.budget)
+        return StepPlan(parts, self.kv.block_copies, tuple(filler.preempted))
 
     def look_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after *plan*, which is being executed: see castline.runtime.look_ahead."""
@@ -189,104 +195,14 @@ class Scheduler:
 
     # Parts of a step
 
-    def _reset_step(self) -> None:
-        self.newly_admitted: list[SequenceGroup] = []
-        """Requests that had their first part in this step."""
-        self._plan: list[ScheduledSequence] = []
-        self._preempted: list[int] = []
-        self._budget = self.limits.max_num_batched_tokens
-
-    def _fill_plan(self, only: Collection[int] | None) -> None:
-        self._schedule_decodes(only)
-        if len(self._plan) < len(self._roster.sequences):  # else everyone there is decodes
-            long_budget = self._long_budget() if only is None else self._budget
-            long_budget -= self._schedule_prompts(Lane.LONG, long_budget, only)
-            self._schedule_prompts(Lane.SHORT, self._budget, only)
-            if only is None:
-                self._admit_waiting(long_budget)
-
-    def _new_cohort(self) -> DecodeCohort | None:
+    def _new_cohort(self, parts: list[ScheduledSequence]) -> DecodeCohort | None:
         """Of everyone there, if all of them do nothing but decode in this step."""
         sequences = self._roster.sequences
-        if not MANY <= len(sequences) == len(self._plan) or self.kv.block_copies:
+        if not MANY <= len(sequences) == len(parts) or self.kv.block_copies:
             return None
-        seqs = [sequences[part.seq_id] for part in self._plan]
-        decodes = Decodes.of(self._plan, self.kv.block_size) if all(seq.started for seq in seqs) else None
+        seqs = [sequences[part.seq_id] for part in parts]
+        decodes = Decodes.of(parts, self.kv.block_size) if all(seq.started for seq in seqs) else None
         return None if decodes is None else DecodeCohort(seqs, decodes, self.kv)
-
-    def _schedule_decodes(self, only: Collection[int] | None) -> None:
-        running, index = self._roster.running, 0
-        size, is_writable = self.kv.block_size, self.kv.pool.is_writable
-        while index < len(running) and self._budget:  # preemption takes from the end of the list
-            seq = running[index]
-            index += 1
-            start, num_tokens, table = seq.num_computed, len(seq.token_ids), seq.block_ids
-            if num_tokens - start != 1 or (only is not None and seq.seq_id not in only):
-                continue
-            block = start // size
-            if seq.started and num_tokens < seq.max_len and block < len(table) and is_writable(table[block]):
-                # As _schedule, for most sequences of most steps: what has its first token wants no prompt logprobs.
-                self._plan.append(ScheduledSequence(seq.seq_id, (seq.token_ids[start],), start, table, True))
-                self._budget -= 1
-            else:
-                self._schedule(seq, 1)
-
-    def _schedule_prompts(self, lane: Lane, budget: int, only: Collection[int] | None) -> int:
-        """Advances running prompts of *lane*, oldest first. Returns the tokens it took."""
-        taken = 0
-        for seq in [seq for seq in self._roster.running if seq.lane is lane and seq.num_uncomputed > 1]:
-            if taken < budget and seq.running and (only is None or seq.seq_id in only):
-                taken += self._schedule(seq, budget - taken)
-        return taken
-
-    def _long_budget(self) -> int:
-        running, waiting = self._roster.running, self._roster.waiting
-        shared = self._plan or waiting.has(Lane.SHORT) or any(seq.lane is Lane.SHORT for seq in running)
-        share = self._policy.long_budget(self.limits.max_num_batched_tokens)
-        return min(self._budget, share) if shared else self._budget
-
-    def _admit_waiting(self, long_budget: int) -> None:
-        """Fills free places.
-
-        Who is admitted gets a token of the budget at once, so there are never more running than the budget can serve.
-        """
-        if len(self._roster.running) >= self.limits.max_num_seqs or not self._roster.waiting:
-            return
-        admissions = AdmissionRound(self._roster.waiting, self.kv)
-        while len(self._roster.running) < self.limits.max_num_seqs:
-            budgets = {Lane.LONG: min(long_budget, self._budget), Lane.SHORT: self._budget}
-            admission = admissions.next(self._roster.running, budgets)
-            if admission is None:
-                return
-            self._admit(admission)
-            taken = self._schedule(admission.seq, budgets[admission.seq.lane])
-            long_budget -= taken if admission.seq.lane is Lane.LONG else 0
-
-    def _admit(self, admission: Admission) -> None:
-        """Lets it run, from the blocks it can share; forked, it still computes the last prompt token for itself."""
-        seq = admission.seq
-        self._roster.run(seq)
-        if admission.source:
-            self.kv.fork(admission.source, seq, seq.num_prompt - 1)
-        else:
-            self.kv.attach(seq, admission.found)
-        self._count_hits(seq)
-
-    def _schedule(self, seq: Sequence, budget: int) -> int:
-        """Puts up to *budget* tokens of *seq* in the plan. Returns how many there was room for."""
-        start, num_tokens = seq.num_computed, len(seq.token_ids)
-        count = min(budget, num_tokens - start)
-        if count > 1 or not self.kv.has_room(seq):
-            count = self._reserve(seq, count)
-            if count == 0:
-                return 0
-        end = start + count
-        samples = end == num_tokens and num_tokens < seq.max_len
-        tokens = (seq.token_ids[start],) if count == 1 else tuple(seq.token_ids[start:end])
-        all_logits = seq.group.wants_prompt_logprobs
-        self._plan.append(ScheduledSequence(seq.seq_id, tokens, start, seq.block_ids, samples, all_logits))
-        self._budget -= count
-        return count
 
     def _settle_drafts(self, part: ScheduledSequence, seq: Sequence, num_accepted: int) -> None:
         """Leaves a sequence as if its accepted tokens had come one by one: with no block for the others."""
@@ -295,42 +211,3 @@ class Scheduler:
         self.kv.trim(seq)
         if self._speculation is not None:
             self._speculation.record(seq, part.num_drafts, num_accepted)
-
-    def _reserve(self, seq: Sequence, count: int) -> int:
-        """Blocks for *count* more tokens, preempting younger sequences if need be; else for as many as fit."""
-        missing = self.kv.missing(seq, count)
-        if missing == 0:
-            return count
-        while missing > self.kv.pool.num_free:
-            victim = self._victim(seq)
-            if victim is None:
-                count = min(count, self.kv.capacity(seq))
-                break
-            self.kv.release(victim)
-            self._roster.preempt(victim)
-            self._preempted.append(victim.seq_id)
-            self.counters.preemptions += 1
-            missing = self.kv.missing(seq, count)
-        if count:
-            self.kv.reserve(seq, count)
-        return count
-
-    def _victim(self, seq: Sequence) -> Sequence | None:
-        """The latest arrival that is younger than *seq* and not in the plan."""
-        in_plan = {part.seq_id for part in self._plan}
-        for candidate in reversed(self._roster.running):
-            if candidate.seq_id <= seq.seq_id:
-                break
-            if candidate.seq_id not in in_plan:
-                return candidate
-        return None
-
-    def _count_hits(self, seq: Sequence) -> None:
-        group = seq.group
-        if group.cached_tokens is not None:
-            return
-        group.cached_tokens = seq.num_computed
-        self.newly_admitted.append(group)
-        if not group.wants_prompt_logprobs:
-            self.counters.prefix_cache_queries += seq.num_prompt
-            self.counters.prefix_cache_hits += seq.num_computed

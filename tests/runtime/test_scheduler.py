@@ -151,13 +151,13 @@ def test_only_younger_sequences_outside_the_step_are_preempted(make_engine):
     engine.step()
     engine.step()
     oldest, second, third, youngest = scheduler._roster.running
-    scheduler._reset_step()
-    assert scheduler._victim(second) is youngest
-    assert scheduler._victim(youngest) is None
-    scheduler._plan.append(ScheduledSequence(youngest.seq_id, (1,), 8, (0,), samples=True))
-    assert scheduler._victim(oldest) is third
-    scheduler._plan.append(ScheduledSequence(third.seq_id, (1,), 8, (0,), samples=True))
-    assert scheduler._victim(second) is None
+    scheduler._filler.start()
+    assert scheduler._filler._victim(second) is youngest
+    assert scheduler._filler._victim(youngest) is None
+    scheduler._filler.parts.append(ScheduledSequence(youngest.seq_id, (1,), 8, (0,), samples=True))
+    assert scheduler._filler._victim(oldest) is third
+    scheduler._filler.parts.append(ScheduledSequence(third.seq_id, (1,), 8, (0,), samples=True))
+    assert scheduler._filler._victim(second) is None
 
 
 def test_a_sequence_with_room_misses_nothing(make_engine):
