@@ -11,7 +11,7 @@ from castline.runtime.sequence import Progress, Sequence
 
 
 class DecodeCohort:
-    """All live sequences, which all run and have had their first token. Dropped as soon as that is no longer so."""
+    """All running sequences, each past its first token. Dropped as soon as one leaves or another may join."""
 
     def __init__(self, seqs: list[Sequence], first: Decodes, kv: KvManager) -> None:
         """*first* is the plan of the next step, for which blocks are reserved."""

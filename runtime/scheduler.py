@@ -61,7 +61,7 @@ class Scheduler:
         self._speculation = speculation or (Speculation(limits) if limits.max_drafts else None)
         self._next_seq_id = 0
         self._cohort: DecodeCohort | None = None
-        """While nobody came or went since all of its sequences decoded in the last step."""
+        """All that run, while none of them has ended, and none was added, since all decoded in the last step."""
 
     # Requests come and go
 
@@ -100,7 +100,8 @@ class Scheduler:
             stop = stop.union(params.stop_token_ids)
         group = new_group(request, stop, length_limit(len(prompt), params, self.limits), self._next_seq_id)
         self._next_seq_id += params.n
-        self._cohort = None
+        if not self._is_full:
+            self._cohort = None
         uncached = len(prompt) - len(self.kv.lookup(group.members[0])) * self.kv.block_size
         self._roster.add(group, self._policy.lane_of(uncached, self.limits.max_num_batched_tokens))
 
@@ -193,12 +194,17 @@ class Scheduler:
         self.kv.check(self._roster.sequences.values())
         self._roster.check()
 
-    # Parts of a step
+    @property
+    def _is_full(self) -> bool:
+        """Nobody is admitted, whoever waits."""
+        return len(self._roster.running) >= self.limits.max_num_seqs
 
     def _new_cohort(self, parts: list[ScheduledSequence]) -> DecodeCohort | None:
-        """Of everyone there, if all of them do nothing but decode in this step."""
-        sequences = self._roster.sequences
-        if not MANY <= len(sequences) == len(parts) or self.kv.block_copies:
+        """Of all that run, if they do nothing but decode in this step, and nobody can be admitted to the next."""
+        running, sequences = self._roster.running, self._roster.sequences
+        if len(parts) < max(MANY, len(running)) or self.kv.block_copies:
+            return None
+        if not (self._is_full or len(running) == len(sequences)):
             return None
         seqs = [sequences[part.seq_id] for part in parts]
         decodes = Decodes.of(parts, self.kv.block_size) if all(seq.started for seq in seqs) else None
