@@ -41,7 +41,7 @@ namespace {
 constexpr int64_t kTokensWorthHelp = 3 << 18;
 constexpr int kFirstHead = 64;
 // Weights of tokens, the likeliest of a row being 1: blocks with none above are not looked at, and then fewer of them.
-constexpr float kFirstBound = 1.0f / 64, kNextBound = 1.0f / 16, kLastBound = 1e-8f;
+constexpr float kFirstBound = 1.0f / 1024, kNextBound = 1.0f / 16, kLastBound = 1e-8f;
 constexpr double kRounding = 1e-5;  // of sums, more than there is
 
 class Drawer {
@@ -61,7 +61,7 @@ class Drawer {
     const int32_t best = first_best();
     if (best < 0 || choice.temperature == 0) return best;
     if (choice.top_k > 0) return draw_top_k(choice);
-    if (choice.top_p < 1) return draw_top_p(choice);
+    if (choice.top_p < 1) return draw_top_p(choice, best);
     return choice.min_p > 0 ? draw_min_p(choice) : draw_full(choice);
   }
 
@@ -104,25 +104,26 @@ class Drawer {
     return draw_wide(choice, INFINITY);
   }
 
-  // What the head keeps is known as soon as the bounds of the row's weight agree on it: mostly when a few blocks are
-  // weighed.
-  int32_t draw_top_p(const Choice& choice) {
+  // What is kept is known as soon as the bounds of the row's weight agree on it: mostly when a few blocks are weighed,
+  // and where that is the best token alone, no other is looked at.
+  int32_t draw_top_p(const Choice& choice, int32_t best) {
     weights_.start(row_, choice.temperature);
-    const int width = std::min(kFirstHead, row_.vocab);
-    RowWeights::Bounds weight = weights_.weigh_from(kFirstBound);
-    if (choice.top_p * weight.lower > width && choice.min_p == 0) {  // more than a head can, no token weighs more than 1
-      return draw_wide(choice, choice.top_p * weights_.weigh_all());
-    }
-    head_.find(row_, choice.temperature, width);
-    for (float bound = kFirstBound; bound > kLastBound; weight = weights_.weigh_from(bound *= kNextBound)) {
+    bool taken = false;
+    for (float bound = kFirstBound; bound > kLastBound; bound *= kNextBound) {
+      const RowWeights::Bounds weight = weights_.weigh_from(bound);
       const double lowest = choice.top_p * weight.lower * (1 - kRounding);
       const double highest = choice.top_p * weight.upper * (1 + kRounding);
+      if (highest <= 1) return best;  // whose weight is 1
+      if (!taken || !head_.is_complete(choice, lowest)) {
+        taken = head_.take(row_, choice.temperature, bound);
+        if (!taken) break;
+      }
       const int64_t kept = head_.kept(choice, lowest);
-      if (!head_.is_complete(choice, lowest)) break;
       if (head_.is_complete(choice, highest) && head_.kept(choice, highest) == kept) return head_.pick(choice, kept);
     }
     const double line = choice.top_p * weights_.weigh_all();
-    return head_.is_complete(choice, line) ? head_.pick(choice, head_.kept(choice, line)) : draw_wide(choice, line);
+    if (taken && head_.is_complete(choice, line)) return head_.pick(choice, head_.kept(choice, line));
+    return draw_wide(choice, line);
   }
 
   // Of the tokens that top-p (those before them weigh less than *line*) and min-p keep. Every token is weighed.

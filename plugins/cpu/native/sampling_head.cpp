@@ -51,18 +51,37 @@ float bound_of(const float* values, int count, int64_t wanted, float peak) {
 }  // namespace
 
 double Head::find(const Row& row, double temperature, int64_t width) {
-  ids_.resize(row.vocab + kCollectSlack);
   const int blocks = row.blocks();
   const bool few = width * 2 <= blocks;
   float bound = few ? bound_of(row.maxima, blocks, width, row.peak) : bound_of(row.logits, row.vocab, width, row.peak);
   if (bound <= -FLT_MAX) bound = -INFINITY;  // the maxima show -infinity so
+  order(row, temperature, collect(row, bound), static_cast<int>(width));
+  least_ = weights_.back();
+  return weight_;
+}
+
+bool Head::take(const Row& row, double temperature, float bound) {
+  const float lowest = row.peak + static_cast<float>(temperature * log(bound));
+  const int count = collect(row, lowest);
+  if (count > kMostTaken) return false;
+  order(row, temperature, count, count);
+  least_ = exp((static_cast<double>(lowest) - row.peak) / temperature);
+  return true;
+}
+
+int Head::collect(const Row& row, float bound) {
+  ids_.resize(row.vocab + kCollectSlack);
+  blocks_.resize(row.blocks() + kCollectSlack);
+  const int blocks = row.kernels->collect(row.maxima, 0, row.blocks(), bound, INFINITY, blocks_.data());
   int count = 0;
-  for (int block = 0; block < blocks; ++block) {
-    if (row.maxima[block] >= bound) {
-      count += row.kernels->collect(row.logits, block * kTokenBlock, row.block_end(block), bound, INFINITY,
-                                    ids_.data() + count);
-    }
+  for (int i = 0; i < blocks; ++i) {
+    count += row.kernels->collect(row.logits, blocks_[i] * kTokenBlock, row.block_end(blocks_[i]), bound, INFINITY,
+                                  ids_.data() + count);
   }
+  return count;
+}
+
+void Head::order(const Row& row, double temperature, int count, int width) {
   keys_.resize(count);
   for (int i = 0; i < count; ++i) keys_[i] = sort_key(row.logits[ids_[i]], ids_[i]);
   if (width < count) std::nth_element(keys_.begin(), keys_.begin() + width, keys_.end(), std::greater<>());
@@ -70,11 +89,10 @@ double Head::find(const Row& row, double temperature, int64_t width) {
   std::sort(keys_.begin(), keys_.end(), std::greater<>());
   weights_.resize(width);
   weight_ = 0;
-  for (int64_t i = 0; i < width; ++i) {
+  for (int i = 0; i < width; ++i) {
     weight_ += weights_[i] = exp(static_cast<double>(row.logits[id_of(keys_[i])] - row.peak) / temperature);
   }
   complete_row_ = width == row.vocab;
-  return weight_;
 }
 
 int64_t Head::kept(const Choice& choice, double line) const {

@@ -7,10 +7,17 @@
 
 namespace castline {
 
-// Nothing is sorted but the head. Its bound comes from the blocks' maxima: where k blocks reach a value, at least k
-// tokens do. The k-th value itself is not looked for: a histogram gives one a little below.
+// Nothing is sorted but the head. Where it is to have a number of tokens, its bound comes from the blocks' maxima: where k
+// blocks reach a value, at least k tokens do. The k-th value itself is not looked for: a histogram gives one a little
+// below.
 class Head {
  public:
+  static constexpr int kMostTaken = 256;
+
+  // Takes all tokens of *row* that weigh *bound* or a little more, 1 being the likeliest's weight. False, and nothing is
+  // taken, where they are more than kMostTaken.
+  bool take(const Row& row, double temperature, float bound);
+
   // Takes the first *width* tokens of *row*, at least one; returns what they weigh.
   double find(const Row& row, double temperature, int64_t width);
 
@@ -19,18 +26,24 @@ class Head {
 
   // No token after them would be kept.
   bool is_complete(const Choice& choice, double line) const {
-    return weight_ >= line || weights_.back() < choice.min_p || complete_row_;
+    return weight_ >= line || least_ < choice.min_p || complete_row_;
   }
 
   // Of the first *count*, the one in which uniform times their weight falls.
   int32_t pick(const Choice& choice, int64_t count) const;
 
  private:
+  // Fills ids_ with the tokens that reach *bound*; returns how many.
+  int collect(const Row& row, float bound);
+  // Of the first *count* of ids_, the likeliest *width*, in order.
+  void order(const Row& row, double temperature, int count, int width);
+
   std::vector<uint64_t> keys_;
   std::vector<double> weights_;
   double weight_ = 0;  // of all of them
+  double least_ = 0;   // no token after them weighs more
   bool complete_row_ = false;
-  std::vector<int32_t> ids_;
+  std::vector<int32_t> ids_, blocks_;
 };
 
 }  // namespace castline

@@ -30,11 +30,13 @@ class RowWeights {
 
  private:
   void weigh(int first, int last);
+  void fetch_block(int block) const;
 
   Row row_{};
   float inverse_temperature_ = 0;
   std::vector<float> tops_, tokens_;       // tops_: of each block, the weight of its likeliest token
   std::vector<double> top_sums_, blocks_;  // blocks_: negative where it is not weighed
+  std::vector<int32_t> chosen_;            // blocks
 };
 
 }  // namespace castline
