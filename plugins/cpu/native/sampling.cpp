@@ -39,6 +39,7 @@ namespace {
 
 // Tokens of the rows that are passed over: with fewer, waking another thread costs more than it saves.
 constexpr int64_t kTokensWorthHelp = 3 << 18;
+constexpr int64_t kRowsAhead = 2;  // whose maxima are fetched
 constexpr int kFirstHead = 64;
 // Weights of tokens, the likeliest of a row being 1: blocks with none above are not looked at, and then fewer of them.
 constexpr float kFirstBound = 1.0f / 1024, kNextBound = 1.0f / 16, kLastBound = 1e-8f;
@@ -159,6 +160,10 @@ extern "C" __attribute__((visibility("default"))) int castline_draw(const float*
     thread_local Drawer drawer;  // its scratch is as large as the rows
     const int64_t row = choices[i].row;
     const float* of_row = maxima == nullptr ? nullptr : maxima + row * blocks;
+    if (maxima != nullptr && i + kRowsAhead < count) {
+      const float* ahead = maxima + choices[i + kRowsAhead].row * blocks;
+      for (int64_t block = 0; block < blocks; block += 16) __builtin_prefetch(ahead + block);
+    }
     tokens[i] = drawer.draw(kernels, logits + row * vocab, static_cast<int>(vocab), of_row, choices[i]);
   };
   const int64_t passes = std::count_if(choices, choices + count, [&](const Choice& choice) {

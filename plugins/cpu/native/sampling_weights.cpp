@@ -57,7 +57,10 @@ RowWeights::Bounds RowWeights::weigh_from(float bound) {
 
 void RowWeights::fetch_block(int block) const {
   constexpr int kLine = 64 / sizeof(float);
-  for (int i = block * kTokenBlock; i < row_.block_end(block); i += kLine) __builtin_prefetch(row_.logits + i);
+  for (int i = block * kTokenBlock; i < row_.block_end(block); i += kLine) {
+    __builtin_prefetch(row_.logits + i);
+    __builtin_prefetch(tokens_.data() + i, 1);
+  }
 }
 
 void RowWeights::weigh(int first, int last) {
