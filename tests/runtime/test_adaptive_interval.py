@@ -41,9 +41,7 @@ def proportional(share: float) -> Callable[[int], float]:
     return lambda tokens: share / tokens
 
 
-@pytest.mark.parametrize(
-    ("load", "expected"), [(0.02, 1), (0.98, 1), (1.02, 2), (1.98, 2), (2.2, 4), (6, 8), (18, 8)]
-)
+@pytest.mark.parametrize(("load", "expected"), [(0.02, 1), (0.98, 1), (1.02, 2), (1.98, 2), (2.2, 4), (6, 8), (18, 8)])
 def test_it_becomes_as_long_as_the_load_asks(load: float, expected: int) -> None:
     """Prevents messages that are longer than they must be, and an interval that takes seconds to find."""
     assert Machine(proportional(load * MAX_SHARE)).run(6) == [expected] * 6
