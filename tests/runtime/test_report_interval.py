@@ -36,7 +36,7 @@ class Pair:
     """The engine under test and the reference, which reports each token at once: both get the same, step by step."""
 
     def __init__(self, make_engine, *, breaks_at=None, fails=(), memory=None, **limits):
-        """Executions numbered in *fails* fail; the logits of every third continuation break after *breaks_at* tokens."""
+        """Executions numbered in *fails* fail; every third continuation's logits break after *breaks_at* tokens."""
         self.engine, self.plain = engines = [make_engine(max_model_len=60, **limits) for _ in range(2)]
         for engine in engines:
             engine.model.memory = memory
@@ -126,7 +126,10 @@ def ends(events):
 def answer(engine, request_id, index):
     """All that is said of a continuation, but how its tokens were spread over events."""
     events = [e for e in engine.events if (e.request_id, e.index) == (request_id, index)]
-    assert all(e.logprobs is None or len(e.logprobs) == len(e.token_ids) for e in events)
+    if engine.requests[request_id].params.logprobs is None:
+        assert {e.logprobs for e in events} == {None}
+    else:
+        assert all(len(e.logprobs) == len(e.token_ids) for e in events)
     logprobs = tuple(entry for e in events for entry in e.logprobs or ())
     said_once = structs.replace(events[0], token_ids=(), logprobs=None, finish=None)
     return engine.tokens(request_id, index), engine.finish(request_id, index), logprobs, said_once
