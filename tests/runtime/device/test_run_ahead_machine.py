@@ -77,8 +77,9 @@ class DeviceMachine(RuleBasedStateMachine):
         self.count += 1
 
     @precondition(lambda self: self.engine.core.has_work)
-    @rule(count=st.integers(1, 8))
-    def step(self, count):
+    @rule(count=st.integers(1, 8), interval=st.sampled_from([1, 2, 8]))
+    def step(self, count, interval):
+        self.engine.core.report_interval = interval
         for _ in range(count):
             scheduler = self.engine.core.scheduler
             steps, had_work = scheduler.counters.steps, scheduler.has_work
@@ -104,10 +105,6 @@ class DeviceMachine(RuleBasedStateMachine):
         self.engine.step()
         self.engine.executor.fail = self.engine.device.refuse = None
         self.fails_later = self.engine.device.num_in_flight > 0
-
-    @rule(interval=st.integers(1, 8))
-    def pace(self, interval):
-        self.engine.core.report_interval = interval
 
     @precondition(lambda self: self.count)
     @rule(data=st.data(), index=st.sampled_from([None, 0, 1]))
