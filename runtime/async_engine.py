@@ -37,6 +37,10 @@ PROFILE_GRACE_S: Final = 30.0
 
 STALL_AFTER_S: Final = 30.0
 
+LAST_TOKENS_S: Final = 0.15
+"""What the engine process may take to hand over the tokens that it holds of a request that is cut off: a step or two.
+It is less than what a server gives a drain beyond its time."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -194,7 +198,9 @@ class AsyncEngine:
             except TimeoutError:
                 _log.warning("%d requests did not finish within %s s and are ended", len(self._live), timeout_s)
         for live in list(self._live.values()):
-            self._end(live, _shutting_down())
+            self._cut_off(live, _shutting_down())
+        if self._live:
+            await self._all_ended.wait()
         await self._stop()
 
     async def _stop(self) -> None:
@@ -250,7 +256,7 @@ class AsyncEngine:
         self._live[request.request_id] = live
         if request.deadline is not None:
             live.timer = asyncio.get_running_loop().call_later(
-                request.deadline - self._clock(), self._end, live, _deadline_exceeded()
+                request.deadline - self._clock(), self._cut_off, live, _deadline_exceeded()
             )
         if self._gate is not None:
             self._gate.add(Add(request), engine_idle=idle)
@@ -281,8 +287,19 @@ class AsyncEngine:
         for request_id, failure in step.failures:
             live = self._live.get(request_id)
             if live is not None:
-                live.fail(failure)
+                live.fail(live.cut_off_with or failure)
                 self._forget(live)
+
+    def _cut_off(self, live: LiveRequest, error: CastlineError) -> None:
+        """Ends a request early, with *error* behind the tokens that the engine process still holds of it.
+
+        An engine that does not hand them over within LAST_TOKENS_S keeps them.
+        """
+        live.cut_off_with = error
+        self._send(Abort(live.request_id))
+        if live.timer is not None:
+            live.timer.cancel()
+        live.timer = asyncio.get_running_loop().call_later(LAST_TOKENS_S, self._end, live, error)
 
     def _end(self, live: LiveRequest, error: CastlineError | None = None) -> None:
         """Ends a request early, with *error* for its reader if it has one. A request that has ended is left alone."""

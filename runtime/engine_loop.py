@@ -1,4 +1,4 @@
-"""The loop that owns an engine core: commands in, a step, a report out. Blocks, using no CPU, when there is no work.
+"""The loop that owns an engine core: commands in, a step, and out what it has to report. With no work it uses no CPU.
 
 Runs in a process of its own (castline.runtime.engine_process), so that tokenising, JSON and streaming never hold the
 interpreter lock while a step wants it.

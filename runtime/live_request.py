@@ -17,7 +17,9 @@ class LiveRequest:
         """The reader gets *interval* tokens of a continuation at once, but its first as soon as it is there."""
         self.request_id = request_id
         self.timer: asyncio.TimerHandle | None = None
-        """Fires at the deadline."""
+        """Fires at the deadline; once it is cut off, when the engine has had its time to hand over what it holds."""
+        self.cut_off_with: CastlineError | None = None
+        """Why the core was told to abort it: what its reader gets in place of the core's CANCELLED."""
         self.num_unfinished = n
         """Continuations that have no finish reason yet."""
         self._express = express

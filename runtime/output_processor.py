@@ -8,6 +8,8 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from castline.engines.errors import CastlineError, EngineError, ErrorCode, RequestError
 from castline.runtime.client import Output, PromptInfo
 from castline.runtime.detokenizer import Detokenizer
@@ -104,6 +106,8 @@ class _RequestState:
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self.request = request
         self.prompt_shown = False
+        self.failure: CastlineError | None = None
+        """Why it ends, once all of its continuations have."""
         self.running = {index: _Continuation(request, tokenizer) for index in range(request.params.n)}
 
 
@@ -134,30 +138,46 @@ class OutputProcessor:
             state = self._requests.get(event.request_id)
             if state is None or event.index not in state.running:
                 continue
-            error = None if event.finish is None else _error_of(event.finish)
             try:
-                if error is None:
-                    self._advance(state, event, step)
+                self._advance(state, event, step)
             except Exception as fault:
                 _log.exception("request %s", event.request_id)
                 error = EngineError(f"internal error: {fault!r}")
                 error.__cause__ = fault
-            if error is not None:
                 self._fail(state, event, error, step)
         return step
 
     def _advance(self, state: _RequestState, event: SequenceEvent, step: StepOutputs) -> None:
+        error = None if event.finish is None else _error_of(event.finish)
+        if error is None:
+            ended = self._show(state, event, step)
+        else:  # behind its tokens, and no error at all where a stop string among them ends the text
+            ended = bool(event.token_ids) and self._show(state, structs.replace(event, finish=None), step)
+            error = None if ended else error
+        if ended or error is not None:
+            self._end(state, event, error, step)
+
+    def _end(self, state: _RequestState, event: SequenceEvent, error: CastlineError | None, step: StepOutputs) -> None:
+        """Of the event's continuation. With the first *error* of a request the core is to end the others too."""
+        del state.running[event.index]
+        if error is not None and state.failure is None:
+            state.failure = error
+            if state.running:
+                step.aborts.append((event.request_id, None))
+        elif event.finish is None:
+            step.aborts.append((event.request_id, event.index))
+        if not state.running:
+            del self._requests[event.request_id]
+            if state.failure is not None:
+                step.failures.append((event.request_id, state.failure))
+
+    def _show(self, state: _RequestState, event: SequenceEvent, step: StepOutputs) -> bool:
+        """Makes the event's output. Returns whether the text has ended."""
         prompt = None if state.prompt_shown else _prompt_info(state, event)
         output = state.running[event.index].advance(event.index, event, prompt)
         if output.text or output.token_ids or output.finish_reason or output.prompt:
             step.outputs.append((event.request_id, output))
-        if output.finish_reason is None:
-            return
-        del state.running[event.index]
-        if event.finish is None:
-            step.aborts.append((event.request_id, event.index))
-        if not state.running:
-            del self._requests[event.request_id]
+        return output.finish_reason is not None
 
     def _fail(self, state: _RequestState, event: SequenceEvent, error: CastlineError, step: StepOutputs) -> None:
         step.failures.append((event.request_id, error))

@@ -1,4 +1,4 @@
-"""What crosses between the serving process and the engine process: commands in, one report a step out.
+"""What crosses between the serving process and the engine process: commands in, reports of steps out.
 
 MessagePack with a length before each message, over a stream socket. Types are checked when a message is read, so that
 neither side trusts more than this file says.
@@ -56,6 +56,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):
+    """Not after every step: one that brought neither events nor statistics says nothing."""
+
     events: list[SequenceEvent]
     stats: Stats | None
     """None where they were reported a moment ago, and more steps follow."""

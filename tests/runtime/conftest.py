@@ -210,7 +210,7 @@ class Engine:
             self.executor.truth = truth
 
     def add(self, request_id: str, prompt: Sequence[int], **params: Any) -> Request:
-        extra = {key: params.pop(key) for key in ("deadline", "cache_salt") if key in params}
+        extra = {key: params.pop(key) for key in ("deadline", "cache_salt", "streams") if key in params}
         params.setdefault("temperature", 0.0)
         request = Request(request_id, tuple(prompt), SamplingParams(**params), arrival_time=self.clock.now, **extra)
         self.requests[request_id] = request

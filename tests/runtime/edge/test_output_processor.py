@@ -238,16 +238,50 @@ def test_logprobs_stay_with_their_tokens(words: Tokenizer) -> None:
     ],
 )
 def test_an_error_fails_the_request_once(words: Tokenizer, code: ErrorCode, kind: type[Exception]) -> None:
-    """One failure for the whole request; what is left of it in the core is aborted."""
+    """One failure for the whole request, behind the tokens of all of it; what is left in the core is aborted."""
     processor = processor_of(words, n=3)
     finish = Finish(FinishReason.ERROR, error_code=code, message="why")
     step = processor.process([SequenceEvent("r", 1, (), None, finish), SequenceEvent("r", 2, (), None, finish)])
+    assert (step.outputs, step.failures, step.aborts) == ([], [], [("r", None)])
+    abort = Finish(FinishReason.ABORT, error_code=ErrorCode.CANCELLED)
+    step = processor.process([SequenceEvent("r", 0, (70, 71), None, abort)])
+    assert [(output.index, output.token_ids, output.finish_reason) for _, output in step.outputs] == [
+        (0, (70, 71), None)
+    ]
     assert [(name, str(error)) for name, error in step.failures] == [("r", "why")]
     assert isinstance(step.failures[0][1], kind)
     assert isinstance(step.failures[0][1], EngineError) or step.failures[0][1].code is code  # type: ignore[attr-defined]
-    assert step.aborts == [("r", None)]
-    assert step.outputs == []
+    assert step.aborts == []
     assert len(processor) == 0
+
+
+def test_tokens_beside_an_error_are_text(words: Tokenizer) -> None:
+    """The core hands over what it holds with the end: dropped, a stream that is cut off loses its last tokens."""
+    finish = Finish(FinishReason.ERROR, error_code=ErrorCode.DEADLINE_EXCEEDED, message="late")
+    processor = processor_of(words, logprobs=0)
+    processor.process([SequenceEvent("r", 0, tuple(ids_of(words, "a")), (TokenLogprobs(1, -1.0, 1, ()),))])
+    logprobs = tuple(TokenLogprobs(token, -1.0, 1, ()) for token in ids_of(words, "bc"))
+    step = processor.process([SequenceEvent("r", 0, tuple(ids_of(words, "bc")), logprobs, finish)])
+    ((_, output),) = step.outputs
+    assert (output.text, output.finish_reason, output.logprobs) == ("bc", None, logprobs)
+    assert [str(error) for _, error in step.failures] == ["late"]
+    assert len(processor) == 0
+
+
+def test_an_error_that_comes_first_stays_first(words: Tokenizer) -> None:
+    """An output before it, be it the prompt's, would begin a stream and hide the error's own status."""
+    finish = Finish(FinishReason.ERROR, error_code=ErrorCode.DEADLINE_EXCEEDED, message="late")
+    step = processor_of(words).process([SequenceEvent("r", 0, (), None, finish, cached_tokens=0)])
+    assert (step.outputs, len(step.failures)) == ([], 1)
+
+
+def test_a_stop_string_beside_an_error_has_ended_the_text(words: Tokenizer) -> None:
+    """What came after a text that was complete is not its reader's business."""
+    finish = Finish(FinishReason.ERROR, error_code=ErrorCode.ENGINE_FAILED, message="NaN")
+    step = processor_of(words, stop=("b",)).process([SequenceEvent("r", 0, tuple(ids_of(words, "abc")), None, finish)])
+    ((_, output),) = step.outputs
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", FinishReason.STOP, "b")
+    assert (step.failures, step.aborts) == ([], [])
 
 
 def test_a_request_that_failed_whole_is_not_aborted(words: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""The loop around a core: commands in order, one report a step, and no work where there is none."""
+"""The loop around a core: commands in order, reports of what steps bring, and no work where there is none."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -12,11 +12,13 @@ from castline.runtime.engine_loop import CommandSocket, Disconnected, run_engine
 from castline.runtime.events import Finish, FinishReason, SequenceEvent
 from castline.runtime.request import Request
 from castline.runtime.sampling_params import SamplingParams
-from castline.runtime.wire import Abort, Add, Command, Report, StepDone, Stop, encode, report_reader
+from castline.runtime.wire import Abort, Add, Command, Pace, Report, StepDone, Stop, encode, report_reader
 
 
 class CountingCore:
     """Gives each request the tokens 0, 1, 2, …, one a step, until max_tokens. Notes what it was asked."""
+
+    report_interval = 1
 
     def __init__(self) -> None:
         self.live: dict[str, list[int]] = {}
@@ -45,6 +47,8 @@ class CountingCore:
                 raise RuntimeError("poisoned")
             state[0] += 1
             last = state[0] == end
+            if state[0] % self.report_interval and not last:
+                continue
             events.append(SequenceEvent(request_id, 0, (token,), finish=Finish(FinishReason.LENGTH) if last else None))
             if last:
                 del self.live[request_id]
@@ -119,6 +123,27 @@ def test_statistics_are_reported_now_and_then_and_at_the_end() -> None:
     assert [r.stats and r.stats.steps for r in reports] == [1, None, None, 4, None, None, 7]
     running.ours.close()
     running.join()
+
+
+def test_a_step_that_says_nothing_is_not_reported() -> None:
+    """Prevents a wake-up of the serving process for every step, and one that never hears that steps go on."""
+    times = iter([0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.12, 0.13, 0.14])
+    running = Loop(clock=lambda: next(times))
+    running.send(Pace(4), Add(request("a", 8)))
+    reports = [running.report() for _ in range(4)]
+    assert [(len(r.events), r.stats and r.stats.steps) for r in reports] == [(0, 1), (1, None), (0, 6), (1, 8)]
+    running.ours.close()
+    running.join()
+
+
+def test_a_pace_is_for_the_requests_in_flight_too(loop: Loop) -> None:
+    """Prevents streams that keep the interval they began with, and a pace that overtakes, or waits for, a request."""
+    loop.send(Add(request("a", 10**9)))
+    loop.report()
+    loop.send(Pace(1000), Add(request("b", 1)))
+    while not any(e.request_id == "b" for e in loop.report().events):
+        pass
+    assert loop.core.report_interval == 1000
 
 
 def test_commands_that_arrive_together_share_a_step(loop: Loop) -> None:

@@ -108,6 +108,92 @@ def test_messages_become_longer_in_flight_under_load(scripted: Callable[..., Any
     assert len(parts) <= 3
 
 
+async def streamed_and_whole(server: Server, path: str, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """The same request twice: choices by index and usage of the stream, put together, and of the whole answer."""
+    async with httpx.AsyncClient(base_url=server.endpoints.http, timeout=60) as client:
+        body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+        lines = (await client.post(path, json=body)).text.splitlines()
+        whole = (await client.post(path, json=fields)).json()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    choices: dict[int, dict[str, Any]] = {}
+    for part in (choice for chunk in chunks for choice in chunk["choices"]):
+        add_part(choices.setdefault(part["index"], {}), part)
+    answer = {choice["index"]: add_part({}, choice) for choice in whole["choices"]}
+    return (choices, chunks[-1]["usage"]), (answer, whole["usage"])
+
+
+def add_part(choice: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """Texts and lists grow; what is said once stays."""
+    text = part["text"] if "text" in part else part.get("delta", part.get("message", {})).get("content")
+    choice["text"] = choice.get("text", "") + (text or "")
+    for name, values in (part.get("logprobs") or {}).items():
+        choice[name] = choice.get(name, []) + (values or [])
+    for name in ("finish_reason", "stop_reason"):
+        if part.get(name) is not None:
+            assert choice.get(name) is None, "said twice"
+            choice[name] = part[name]
+    return choice
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_tokens": 1},
+        {"n": 2, "temperature": 3.0, "seed": 5},
+        {"stop": True},
+        {"stop": True, "n": 2, "logprobs": 2},
+        {"logprobs": 2, "temperature": 3.0, "seed": 5, "n": 2},
+        {"stop_token_ids": list(range(ord("a"), ord("f"))), "min_tokens": 12, "ignore_eos": False},
+        {"echo": True, "logprobs": 1, "n": 2},
+        {"prompt": ["ab", "xyz", "qqq"], "n": 2, "temperature": 3.0, "seed": 5},
+        {"frequency_penalty": 1.5, "seed": 1, "temperature": 2.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_is_its_stream_put_together(scripted: Callable[..., Any], path: str, fields: dict[str, Any]) -> None:
+    """Prevents answers for which the engine process held tokens back from losing some, or counting others."""
+    made = scripted(max_num_seqs=4)
+    chat = path != "/v1/completions"
+    if chat and ("echo" in fields or "prompt" in fields):
+        pytest.skip("a chat has neither")
+    fields = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, **fields}
+    stops = fields.pop("stop", False)
+    if not chat:
+        fields = {"prompt": "ab", **fields}
+    else:
+        fields["messages"] = [{"role": "user", "content": "ab"}]
+        if "logprobs" in fields:
+            fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
+    asked: list[bool] = []
+    add_request = made.core.add_request
+
+    def add(request: Any) -> None:
+        asked.append(request.streams)
+        add_request(request)
+
+    made.core.add_request = add
+
+    async def scenario() -> None:
+        engine = await made.start(interval=StreamInterval(8))
+        async with serving(engine) as server:
+            streamed, whole = await streamed_and_whole(server, path, fields)
+            if stops:
+                asked.clear()
+                text = whole[0][0]["text"]
+                fields["stop"] = ["no such text", text[20:23]]
+                streamed, whole = await streamed_and_whole(server, path, fields)
+                assert whole[0][0]["text"] == text[:20]
+                assert whole[0][0]["stop_reason"] == text[20:23]
+        assert whole == streamed
+        assert whole[1]["completion_tokens"] > 0
+        count = len(asked) // 2
+        assert asked == [True] * count + [False] * count
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_gathering_changes_the_cuts_only(data: st.DataObject) -> None:

@@ -16,6 +16,7 @@ from castline.runtime.wire import (
     Command,
     Failed,
     Load,
+    Pace,
     Ready,
     Report,
     StepDone,
@@ -30,7 +31,8 @@ PARAMS = SamplingParams(
 )
 COMMANDS: list[Command] = [
     Load("/some/bundle", EffectiveLimits(512, 64, 512, 16, 100, 3.1), 2),
-    Add(Request("r", tuple(range(2000)), PARAMS, arrival_time=1.25, deadline=2.5, cache_salt="s")),
+    Add(Request("r", tuple(range(2000)), PARAMS, arrival_time=1.25, deadline=2.5, cache_salt="s", streams=False)),
+    Pace(8),
     Abort("r"),
     Abort("r", 2),
     Stop(),
