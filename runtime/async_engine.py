@@ -1,8 +1,4 @@
-"""The engine inside an event loop: text in, text out, over an engine loop in a process of its own.
-
-A request is in ``_live`` from the moment it is sent to the engine until its one outcome is known: all continuations
-finished, or one error. What the engine still says of a request that is no longer there is dropped.
-"""
+"""The engine inside an event loop: text in, text out, over an engine loop in a process of its own."""
 
 import asyncio
 import logging
@@ -11,23 +7,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
 from typing import Final
 
-from castline.engines.errors import CastlineError, EngineError, ErrorCode, RequestError
+from castline.engines.errors import EngineError, ErrorCode, RequestError
 from castline.engines.manifest import Manifest
 from castline.runtime.arrival_gate import ArrivalGate
 from castline.runtime.client import EffectiveLimits, Express, Health, Output, Phase, Stats
 from castline.runtime.engine_link import EngineLink, EngineProcess
-from castline.runtime.events import SequenceEvent
 from castline.runtime.intake import Intake
-from castline.runtime.live_request import LiveRequest
+from castline.runtime.live_requests import LiveRequests
 from castline.runtime.loader import EnginePlan
-from castline.runtime.output_processor import OutputProcessor
-from castline.runtime.request import Request
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.stall_watch import StallWatch
 from castline.runtime.step_profile import ProfileOptions
 from castline.runtime.stream_interval import StreamInterval
 from castline.runtime.tokenizer import Tokenizer, load_tokenizer
-from castline.runtime.wire import Abort, Add, Command, Failed, Pace, Profile, Ready, Report, StepDone, Stop
+from castline.runtime.wire import Add, Command, Failed, Profile, Ready, Report, StepDone, Stop
 
 STOP_GRACE_S: Final = 0.5
 """What a step in flight may take to end after Stop; then the engine process, which has nothing to save, is killed."""
@@ -36,10 +29,6 @@ PROFILE_GRACE_S: Final = 30.0
 """What an engine may take to end that has a profile to write."""
 
 STALL_AFTER_S: Final = 30.0
-
-LAST_TOKENS_S: Final = 0.15
-"""What the engine process may take to hand over the tokens that it holds of a request that is cut off: a step or two.
-It is less than what a server gives a drain beyond its time."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,19 +56,15 @@ class AsyncEngine:
         self._interval = interval or StreamInterval()
         self._stop_grace_s = STOP_GRACE_S
         self._clock = clock
-        self._live: dict[str, LiveRequest] = {}
-        self._processor = OutputProcessor(tokenizer)
         self._intake = Intake(tokenizer, manifest.model.vocab_size, limits, clock)
-        self._pace = 1
-        """What the engine loop was told last."""
         self._stats = Stats(kv_blocks_total=limits.num_blocks)
         self._health_changed: Callable[[], None] = _nobody_watches
         self._stall = StallWatch(stall_after_s, clock, lambda: self._health_changed())
+        self._live = LiveRequests(tokenizer, self._interval, self._stall, self._send, clock)
         self._link: EngineLink | None = None
         self._gate: ArrivalGate | None = None
         self._process: EngineProcess | None = None
         self._ready = asyncio.Event()
-        self._all_ended = asyncio.Event()
         self._draining = False
         self._stopping = False
         self._failure: str | None = None
@@ -149,12 +134,15 @@ class AsyncEngine:
         token_ids = await self._intake.encode(prompt, add_special_tokens)
         self._check_accepting()
         request = self._intake.request(request_id, token_ids, params, deadline, cache_salt, streams)
-        live = self._add(request, express)
+        idle = not self._live
+        live = self._live.add(request, express)
+        if self._gate is not None:
+            self._gate.add(Add(request), engine_idle=idle)
         try:
             while (output := await live.next()) is not None:
                 yield output
         finally:
-            self._end(live)
+            self._live.end(live)
 
     def health(self) -> Health:
         if self._failure is not None:
@@ -192,15 +180,13 @@ class AsyncEngine:
         self._draining = True
         self._health_changed()
         if self._live and timeout_s > 0:
-            self._all_ended.clear()
             try:
-                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+                await asyncio.wait_for(self._live.wait_for_end(), timeout_s)
             except TimeoutError:
                 _log.warning("%d requests did not finish within %s s and are ended", len(self._live), timeout_s)
         for live in list(self._live.values()):
-            self._cut_off(live, _shutting_down())
-        if self._live:
-            await self._all_ended.wait()
+            self._live.cut_off(live, _shutting_down())
+        await self._live.wait_for_end()
         await self._stop()
 
     async def _stop(self) -> None:
@@ -215,10 +201,7 @@ class AsyncEngine:
         match report:
             case StepDone(events, stats):
                 self._stats = stats or self._stats
-                self._stall.progressed()
-                self._interval.progressed()
-                self._keep_pace()
-                self._deliver(events)
+                self._live.progressed(events)
             case Ready():
                 self._ready.set()
                 self._health_changed()
@@ -244,82 +227,6 @@ class AsyncEngine:
                 code=ErrorCode.OVERLOADED,
             )
 
-    def _add(self, request: Request, express: Express | None) -> LiveRequest:
-        live = LiveRequest(request.request_id, request.params.n, express, self._interval)
-        self._processor.add(request)
-        idle = not self._live
-        if idle:
-            self._all_ended.clear()
-            self._stall.begin()
-            self._interval.begin()
-        self._keep_pace()
-        self._live[request.request_id] = live
-        if request.deadline is not None:
-            live.timer = asyncio.get_running_loop().call_later(
-                request.deadline - self._clock(), self._cut_off, live, _deadline_exceeded()
-            )
-        if self._gate is not None:
-            self._gate.add(Add(request), engine_idle=idle)
-        return live
-
-    def _keep_pace(self) -> None:
-        """Tokens that no message can have yet stay in the engine process: what crosses is what the readers get."""
-        if self._interval.tokens != self._pace:
-            self._pace = self._interval.tokens
-            self._send(Pace(self._pace))
-
-    def _deliver(self, events: Sequence[SequenceEvent]) -> None:
-        """A fault in handing an output over ends the one request, never the link that serves all."""
-        step = self._processor.process(events)
-        for request_id, output in step.outputs:
-            live = self._live.get(request_id)
-            if live is None:
-                continue
-            try:
-                live.keep(output)
-            except Exception as error:
-                _log.exception("request %s", request_id)
-                self._end(live, EngineError(f"internal error: {error!r}"))
-            if live.num_unfinished == 0:
-                self._forget(live)
-        for request_id, index in step.aborts:
-            self._send(Abort(request_id, index))
-        for request_id, failure in step.failures:
-            live = self._live.get(request_id)
-            if live is not None:
-                live.fail(live.cut_off_with or failure)
-                self._forget(live)
-
-    def _cut_off(self, live: LiveRequest, error: CastlineError) -> None:
-        """Ends a request early, with *error* behind the tokens that the engine process still holds of it.
-
-        An engine that does not hand them over within LAST_TOKENS_S keeps them.
-        """
-        live.cut_off_with = error
-        self._send(Abort(live.request_id))
-        if live.timer is not None:
-            live.timer.cancel()
-        live.timer = asyncio.get_running_loop().call_later(LAST_TOKENS_S, self._end, live, error)
-
-    def _end(self, live: LiveRequest, error: CastlineError | None = None) -> None:
-        """Ends a request early, with *error* for its reader if it has one. A request that has ended is left alone."""
-        if self._forget(live):
-            self._send(Abort(live.request_id))
-            if error is not None:
-                live.fail(error)
-
-    def _forget(self, live: LiveRequest) -> bool:
-        """Whether it was still there."""
-        if live.timer is not None:
-            live.timer.cancel()
-        self._processor.remove(live.request_id)
-        known = self._live.pop(live.request_id, None) is not None
-        if known and not self._live:
-            self._all_ended.set()
-            self._stall.end()
-            self._interval.end()
-        return known
-
     def _fail(self, reason: str) -> None:
         """The first reason stays: a process that reports a failure also goes away."""
         if self._failure is not None:
@@ -329,7 +236,7 @@ class AsyncEngine:
         self._ready.set()
         self._health_changed()
         for live in list(self._live.values()):
-            self._end(live, EngineError(reason))
+            self._live.end(live, EngineError(reason))
 
     def _close_link(self) -> None:
         if self._link is not None:
@@ -345,7 +252,3 @@ def _nobody_watches() -> None: ...
 
 def _shutting_down() -> RequestError:
     return RequestError("the server is shutting down: send the request to another", code=ErrorCode.SHUTTING_DOWN)
-
-
-def _deadline_exceeded() -> RequestError:
-    return RequestError("the request did not finish before its deadline", code=ErrorCode.DEADLINE_EXCEEDED)

@@ -357,7 +357,7 @@ class ScriptedEngine:
 
         await asyncio.wait_for(poll(), 60)
         self.core.scheduler.check()
-        assert len(engine._live) == len(engine._processor) == len(self.core._sampler) == 0
+        assert len(engine._live) == len(engine._live._processor) == len(self.core._sampler) == 0
         assert not self.core.scheduler.groups
         assert not self.core._deadlines
 

@@ -44,7 +44,7 @@ async def settled(scripted: Any, engine: AsyncEngine) -> None:
     """Waits until the engine reports that nothing runs; then nothing of any request may be left on either side."""
     await until(lambda: not scripted.core.has_work and engine.stats().num_running == engine.stats().num_waiting == 0)
     await until(lambda: engine.stats().kv_blocks_used == 0)
-    assert len(engine._live) == len(engine._processor) == 0
+    assert len(engine._live) == len(engine._live._processor) == 0
     assert not scripted.core.scheduler.groups
     assert len(scripted.core._sampler) == 0
     scripted.core.scheduler.check()
@@ -369,7 +369,7 @@ def test_a_dead_loop_ends_every_request_and_says_why(scripted: Scripted) -> None
         assert "out of luck" in health.reason
         with pytest.raises(EngineError, match="out of luck"):
             await collect(engine, "later")
-        assert len(engine._live) == len(engine._processor) == 0
+        assert len(engine._live) == len(engine._live._processor) == 0
 
     run(scenario)
 

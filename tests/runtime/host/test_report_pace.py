@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from castline.engines.errors import CastlineError, EngineError, ErrorCode, RequestError
-from castline.runtime import async_engine
+from castline.runtime import live_requests
 from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.client import Output
 from castline.runtime.sampling_params import SamplingParams
@@ -128,7 +128,7 @@ def test_who_is_cut_off_gets_what_was_generated(
     scripted: Scripted, way: str, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prevents streams that end without the last tokens, which the engine process had and nobody was sent."""
-    monkeypatch.setattr(async_engine, "LAST_TOKENS_S", 50.0)  # no test of how fast this machine is
+    monkeypatch.setattr(live_requests, "LAST_TOKENS_S", 50.0)  # no test of how fast this machine is
     made = scripted()
     errors = {"deadline": ErrorCode.DEADLINE_EXCEEDED, "drain": ErrorCode.SHUTTING_DOWN}
 
