@@ -1,14 +1,14 @@
 """castline.v1.Inference over the engine, with the standard health and reflection services."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 from grpc.aio import ServicerContext
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from castline.runtime.client import Output
 from castline.server.errors import to_wire
@@ -125,18 +125,37 @@ async def _abort(context: ServicerContext, error: Exception) -> NoReturn:
     raise AssertionError("abort returned")
 
 
+class _Unregistered:
+    """Passes a service's handlers to a server, but registers no method with it.
+
+    For every registered method `grpc.aio` keeps a task that waits for its next call, and goes through all of these
+    tasks with every call of any.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
+        """They are among the generic ones."""
+
+
 class GrpcServer:
     """One gRPC server, not yet started. ``port`` is the one it listens on."""
 
     def __init__(self, serving: Serving, host: str, port: int) -> None:
         self._serving = serving
         self._server = grpc.aio.server(options=OPTIONS)
+        handlers = _Unregistered(self._server)
         add_servicer: Callable[[InferenceServicer, Any], None] = castline_pb2_grpc.add_InferenceServicer_to_server
         self._servicer = InferenceServicer(serving)
-        add_servicer(self._servicer, self._server)
+        add_servicer(self._servicer, handlers)
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, handlers)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), handlers)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.port: int = self._server.add_insecure_port(address)
 

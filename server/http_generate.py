@@ -66,14 +66,20 @@ async def _stream(engine: EngineClient, job: Job, writer: StreamWriter, exchange
             exchange.write_events(events)
         return True
 
+    num_running = len(job.prompts) * job.params.n
+    end = b""
     try:
         async with aclosing(run(engine, job, write)) as outputs:
             async for output in outputs:
-                if events := writer.events(output):
+                events = writer.events(output)
+                num_running -= output.finish_reason is not None
+                if num_running == 0:
+                    end = events  # goes with what ends the stream
+                elif events:
                     await exchange.send_events(events)
     except Exception as error:
         if not exchange.has_begun:
             raise
         await exchange.send_last_events(b"data: " + msgspec.json.encode(fault_body(to_wire(error))) + b"\n\n")
     else:
-        await exchange.send_last_events(writer.last_events() + DONE)
+        await exchange.send_last_events(end + writer.last_events() + DONE)
