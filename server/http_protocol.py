@@ -56,7 +56,7 @@ class Connection(HttpToolsProtocol):
                 return
         was_in_head = self._in_head
         super().data_received(data)
-        if self._in_head and not was_in_head:
+        if self._in_head and (self._deadline is None or not was_in_head):
             self._await_head()  # of its rest; one that comes in one piece needs no timer
 
     def on_message_begin(self) -> None:
