@@ -98,8 +98,10 @@ class Tokenizer:
         """The bytes of a text that goes on from a prompt: only after a prompt without visible text is it at its
         start.
         """
-        visible = any(not self.is_special(t) and self._bytes.of(t) for t in reversed(prompt_token_ids))
-        return TextBytes(self._bytes, at_start=not visible)
+        for token_id in reversed(prompt_token_ids):  # of most prompts the last token tells
+            if token_id not in self._special_ids and self._bytes.of(token_id):
+                return TextBytes(self._bytes, at_start=False)
+        return TextBytes(self._bytes, at_start=True)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The prompt of a conversation, to be encoded with ``add_special_tokens=False``.

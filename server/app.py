@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.4
 """Time that ended requests have to send their last message, though the drain time is over."""
+YOUNG_OBJECTS = 10_000
+"""That come to be between two collections. Python's 700 is a few tokens of 64 streams: all of their objects were walked
+again and again, for a twentieth of the CPU time of a token."""
 ENGINE_GRACE_S = 0.2
 """Time after the drain time in which the engine must have ended what still ran; then the server does it."""
 
@@ -200,6 +203,7 @@ async def serve(
     async def run(server: Server) -> None:
         model = await server.open(await open_engine())
         gc.freeze()  # what lives for ever is not walked again: a full collection would pause every stream
+        gc.set_threshold(YOUNG_OBJECTS)
         on_ready(model, server.endpoints)
         await server.failed.wait()
         raise EngineError(f"the engine has failed: {model.engine.health().reason}")

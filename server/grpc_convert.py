@@ -1,6 +1,6 @@
 """Between the messages of castline.v1 and the runtime's values. Ranges are checked by the engine, shapes here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from castline.engines.errors import RequestError
@@ -12,33 +12,18 @@ from castline.runtime.tokenizer import Tokenizer
 from castline.server.proto import castline_pb2 as pb
 from castline.server.serving import MAX_MESSAGE_BYTES, ServedModel
 
-_OPTIONAL = (
-    "n",
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-    "logprobs",
-    "prompt_logprobs",
-)
+_PLAIN: dict[str, Callable[[Any], Any]] = {"logit_bias": dict, "stop": tuple, "stop_token_ids": tuple}
+"""What the library's own containers become."""
 _FINISH = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    given: dict[str, Any] = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    return SamplingParams(
-        logit_bias=dict(message.logit_bias),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        **given,
-    )
+    """Fields have the same names on both sides."""
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}  # those that are present
+    for name, plain in _PLAIN.items():
+        if name in given:
+            given[name] = plain(given[name])
+    return SamplingParams(**given)
 
 
 def prompt_of(request: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[str | list[int], bool]:

@@ -1,20 +1,22 @@
 """castline.v1.Inference over the engine, with the standard health and reflection services."""
 
 import asyncio
-import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 from grpc.aio import ServicerContext
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from castline.runtime.client import Output
 from castline.server.errors import to_wire
 from castline.server.grpc_convert import ResponseWriter, model_info, prompt_of, sampling_params, text_of
+from castline.server.grpc_stream import MessageStream
 from castline.server.proto import castline_pb2 as pb
 from castline.server.proto import castline_pb2_grpc
+from castline.server.request_ids import new_id
 from castline.server.serving import MAX_MESSAGE_BYTES, Serving
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -57,12 +59,20 @@ class InferenceServicer(castline_pb2_grpc.InferenceServicer):
     async def _generate(self, request: pb.GenerateRequest, context: ServicerContext) -> None:
         model = self._serving.model
         engine = model.engine
-        with model.metrics.counting_refusals():
+        with model.metrics.counting_refusals:
             model.check_name(request.model or None)
             params = sampling_params(request.params)
             prompt, add_special_tokens = prompt_of(request, engine.tokenizer)
-        request_id = f"gen-{uuid.uuid4().hex}"
+        request_id = new_id("gen")
         writer = ResponseWriter(request_id, params.n, engine.tokenizer)
+        stream = MessageStream(context)
+
+        def send_now(output: Output) -> bool:
+            if not stream.can_send:
+                return False
+            stream.send_now(writer.message(output))
+            return True
+
         outputs = engine.generate(
             prompt,
             params,
@@ -70,10 +80,16 @@ class InferenceServicer(castline_pb2_grpc.InferenceServicer):
             add_special_tokens=add_special_tokens,
             timeout_s=context.time_remaining(),
             cache_salt=request.cache_salt or None,
+            express=send_now,
         )
-        async with aclosing(cast(Any, outputs)):
-            async for output in outputs:
-                await context.write(writer.message(output))
+        try:
+            async with aclosing(cast(Any, outputs)):
+                async for output in outputs:
+                    await stream.send(writer.message(output))
+        except Exception:
+            await stream.flush()  # the status goes behind the last message
+            raise
+        await stream.flush()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: ServicerContext) -> pb.TokenizeResponse:
         async def tokenize() -> pb.TokenizeResponse:
@@ -109,18 +125,37 @@ async def _abort(context: ServicerContext, error: Exception) -> NoReturn:
     raise AssertionError("abort returned")
 
 
+class _Unregistered:
+    """Passes a service's handlers to a server, but registers no method with it.
+
+    For every registered method `grpc.aio` keeps a task that waits for its next call, and goes through all of these
+    tasks with every call of any.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
+        """They are among the generic ones."""
+
+
 class GrpcServer:
     """One gRPC server, not yet started. ``port`` is the one it listens on."""
 
     def __init__(self, serving: Serving, host: str, port: int) -> None:
         self._serving = serving
         self._server = grpc.aio.server(options=OPTIONS)
+        handlers = _Unregistered(self._server)
         add_servicer: Callable[[InferenceServicer, Any], None] = castline_pb2_grpc.add_InferenceServicer_to_server
         self._servicer = InferenceServicer(serving)
-        add_servicer(self._servicer, self._server)
+        add_servicer(self._servicer, handlers)
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, handlers)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), handlers)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.port: int = self._server.add_insecure_port(address)
 

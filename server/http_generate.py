@@ -8,17 +8,8 @@ from starlette.types import Receive, Scope, Send
 
 from castline.runtime.client import EngineClient, Output
 from castline.server.errors import to_wire
-from castline.server.http_protocol import Connection, connection_of
-from castline.server.http_wire import (
-    ClientGone,
-    cancelled_by_disconnect,
-    fault_body,
-    read_json_body,
-    send_events,
-    send_fault,
-    send_json,
-    start_events,
-)
+from castline.server.http_exchange import ClientGone, Exchange, exchange_of
+from castline.server.http_wire import fault_body, read_json_body, send_fault, send_json
 from castline.server.job import AnswerWriter, Job, StreamWriter, run
 from castline.server.openai_responses import DONE
 from castline.server.serving import MAX_MESSAGE_BYTES, ServedModel, Serving
@@ -32,16 +23,17 @@ class GenerateEndpoint:
         self._to_job = to_job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
         try:
             model = self._serving.model
-            with model.metrics.counting_refusals():
+            with model.metrics.counting_refusals:
                 body = await read_json_body(scope, receive, MAX_MESSAGE_BYTES)
                 job = self._to_job(model, body)
-            async with cancelled_by_disconnect(receive):
-                if isinstance(job.writer, StreamWriter):
-                    await _stream(model.engine, job, job.writer, send, connection_of(scope))
-                else:
-                    await _answer(model.engine, job, job.writer, send)
+            if isinstance(job.writer, StreamWriter):
+                answer = _stream(model.engine, job, job.writer, exchange)
+            else:
+                answer = _answer(model.engine, job, job.writer, send)
+            await exchange.run(answer)
         except ClientGone:
             return
         except Exception as error:
@@ -61,33 +53,33 @@ async def _answer(engine: EngineClient, job: Job, writer: AnswerWriter, send: Se
     await send_json(send, writer.body())
 
 
-async def _stream(
-    engine: EngineClient, job: Job, writer: StreamWriter, send: Send, connection: Connection | None
-) -> None:
-    """An error before the first output has its own status, and is raised; one after it ends the stream as an event.
+async def _stream(engine: EngineClient, job: Job, writer: StreamWriter, exchange: Exchange) -> None:
+    """An error before the first event has its own status, and is raised; one after it ends the stream as an event.
 
-    What *connection* can take at once is written there, and wakes no task.
+    What can be written at once wakes no task.
     """
-    has_started = False
 
     def write(output: Output) -> bool:
-        if not has_started or connection is None or not connection.can_write:
+        if not exchange.can_write:
             return False
         if events := writer.events(output):
-            connection.write_chunk(events)
+            exchange.write_events(events)
         return True
 
-    async with aclosing(run(engine, job, write)) as outputs:
-        first = await anext(outputs)
-        await start_events(send)
-        has_started = True
-        try:
-            await send_events(send, writer.events(first))
+    num_running = len(job.prompts) * job.params.n
+    end = b""
+    try:
+        async with aclosing(run(engine, job, write)) as outputs:
             async for output in outputs:
-                if events := writer.events(output):
-                    await send_events(send, events)
-        except Exception as error:
-            event = b"data: " + msgspec.json.encode(fault_body(to_wire(error))) + b"\n\n"
-            await send_events(send, event, last=True)
-        else:
-            await send_events(send, writer.last_events() + DONE, last=True)
+                events = writer.events(output)
+                num_running -= output.finish_reason is not None
+                if num_running == 0:
+                    end = events  # goes with what ends the stream
+                elif events:
+                    await exchange.send_events(events)
+    except Exception as error:
+        if not exchange.has_begun:
+            raise
+        await exchange.send_last_events(b"data: " + msgspec.json.encode(fault_body(to_wire(error))) + b"\n\n")
+    else:
+        await exchange.send_last_events(end + writer.last_events() + DONE)

@@ -1,7 +1,6 @@
-"""HTTP on one connection: uvicorn's protocol, limits to a request's head, and a short way for a stream's chunks."""
+"""HTTP on one connection: uvicorn's protocol, limits to a request's head, and the end of an answer nobody waits for."""
 
 import asyncio
-from collections.abc import MutableMapping
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -14,9 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from castline.engines.errors import ErrorCode
 from castline.server import http_wire
 from castline.server.errors import ServerCode, WireFault, to_wire
-
-_EXTENSION = "castline.connection"
-"""Of the ASGI scope."""
+from castline.server.http_exchange import EXTENSION, Exchange
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers, beside the piece of at most 256 KiB in which they begin. The parser has no limit,
@@ -24,7 +21,7 @@ and joins what arrives in pieces in quadratic time."""
 
 
 class Connection(HttpToolsProtocol):
-    """Once a chunked answer has started with an ASGI message, its chunks may be written here, without a task."""
+    """Each of its requests has an Exchange in its ASGI scope."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,6 +29,10 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         """Of a head that has not come yet."""
+        self.answering: asyncio.Task[Any] | None = None
+        """Is cancelled when the client goes away."""
+        self.is_lost = False
+        """It has gone."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -39,6 +40,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_has_come()
+        self.is_lost = True
+        if self.answering is not None:
+            self.answering.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -50,19 +54,21 @@ class Connection(HttpToolsProtocol):
                 message = f"the request's line and headers are larger than the limit of {MAX_HEAD_BYTES} bytes"
                 self._refuse(WireFault(ErrorCode.REQUEST_TOO_LARGE, message))
                 return
+        was_in_head = self._in_head
         super().data_received(data)
+        if self._in_head and (self._deadline is None or not was_in_head):
+            self._await_head()  # of its rest; one that comes in one piece needs no timer
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
-        self._await_head()
-        extensions: dict[str, Any] = {_EXTENSION: self}
-        self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_has_come()
         super().on_headers_complete()
+        extensions: dict[str, Any] = {EXTENSION: Exchange(self, self.cycle)}
+        self.scope["extensions"] = extensions  # before the request's task has its first turn
 
     def _await_head(self) -> None:
         self._head_has_come()
@@ -105,22 +111,7 @@ class Connection(HttpToolsProtocol):
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    @property
-    def can_write(self) -> bool:
-        """False where an ASGI message would have to wait, or would go nowhere."""
-        return not self.flow.write_paused and not self.transport.is_closing()
-
-    def write_chunk(self, body: bytes) -> None:
-        """As an ASGI message with ``more_body``. *body* is not empty."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-
 
 @lru_cache(maxsize=1)
 def _date_header(second: int) -> list[tuple[bytes, bytes]]:
     return [(b"date", formatdate(second, usegmt=True).encode())]
-
-
-def connection_of(scope: MutableMapping[str, Any]) -> Connection | None:
-    """The connection of a request; None under another server than castline's own."""
-    connection: Connection | None = scope.get("extensions", {}).get(_EXTENSION)
-    return connection

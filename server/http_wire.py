@@ -1,8 +1,6 @@
-"""HTTP underneath the endpoints: bodies in, bodies and errors out, and a client that goes away."""
+"""HTTP underneath the endpoints: bodies in, bodies and errors out."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -10,21 +8,13 @@ from starlette.types import Receive, Scope, Send
 
 from castline.engines.errors import ErrorCode, RequestError
 from castline.server.errors import ServerCode, ServerError, WireFault
+from castline.server.http_exchange import ClientGone, exchange_of
 
 Headers = list[tuple[bytes, bytes]]
 
 _JSON: Headers = [(b"content-type", b"application/json")]
-_EVENTS: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 _RETRY_AFTER = {429: "1", 503: "5"}
 """Seconds after which a refused request is worth sending again."""
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its answer was complete."""
 
 
 RECEIVE_TIMEOUT_S = 60.0
@@ -52,6 +42,15 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> byte
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes)
+    whole = exchange_of(scope).take_body()
+    if whole is None:
+        return await _receive_body(receive, max_bytes)
+    if len(whole) > max_bytes:
+        raise _too_large(max_bytes)
+    return whole
+
+
+async def _receive_body(receive: Receive, max_bytes: int) -> bytes:
     body = bytearray()
     while True:
         try:
@@ -75,31 +74,6 @@ def _too_large(max_bytes: int) -> RequestError:
     )
 
 
-@asynccontextmanager
-async def cancelled_by_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Cancels the block when the client goes away, and raises ClientGone from it. The body must have been read."""
-    block = asyncio.current_task()
-    assert block is not None
-    is_gone = False
-
-    async def watch() -> None:
-        nonlocal is_gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        is_gone = True
-        block.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if is_gone and block.uncancel() == 0:
-            raise ClientGone from None
-        raise
-    finally:
-        watcher.cancel()
-
-
 async def send_body(send: Send, status: int, body: bytes, headers: Headers) -> None:
     length = (b"content-length", b"%d" % len(body))
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
@@ -108,15 +82,6 @@ async def send_body(send: Send, status: int, body: bytes, headers: Headers) -> N
 
 async def send_json(send: Send, body: bytes) -> None:
     await send_body(send, 200, body, _JSON)
-
-
-async def start_events(send: Send) -> None:
-    """Status 200 and the headers of a stream of server-sent events."""
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-
-
-async def send_events(send: Send, events: bytes, *, last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": events, "more_body": not last})
 
 
 def fault_body(fault: WireFault) -> dict[str, Any]:

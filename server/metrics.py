@@ -4,8 +4,7 @@ Every series exists, at zero, from the start. What the engine counts is read fro
 only the edge can time (first token, between tokens, end to end) is recorded by ``RequestMeter``, one a request.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics
@@ -107,6 +106,7 @@ class Metrics:
         self.errors = self._counters(
             "request_errors", "Requests refused or ended with an error, by code.", "code", [str(c) for c in ErrorCode]
         )
+        self.counting_refusals = _CountingRefusals(self.errors)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"castline:{name}", text, {"model_name": self._model_name}, buckets)
@@ -117,19 +117,23 @@ class Metrics:
         counter = Counter(f"castline:{name}", text, ["model_name", label], registry=self.registry)
         return {value: counter.labels(self._model_name, value) for value in values}
 
-    @contextmanager
-    def counting_refusals(self) -> Iterator[None]:
-        """Counts what a transport refuses before the engine is asked; later errors are a RequestMeter's."""
-        try:
-            yield
-        except RequestError as error:
-            self.errors[error.code].inc()
-            raise
-
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type, in the format that an Accept header prefers."""
         encoder, content_type = choose_encoder(accept)
         return encoder(self.registry), content_type
+
+
+class _CountingRefusals:
+    """Counts what a transport refuses before the engine is asked; later errors are a RequestMeter's."""
+
+    def __init__(self, errors: Mapping[str, Counter]) -> None:
+        self._errors = errors
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RequestError):
+            self._errors[error.code].inc()
 
 
 class _Continuation:

@@ -1,7 +1,6 @@
 """``POST /v1/chat/completions``: the body into a job, outputs into one answer or into chunks."""
 
 import time
-import uuid
 
 from msgspec import UNSET
 
@@ -23,6 +22,7 @@ from castline.server.openai_responses import (
     encode,
     sse,
 )
+from castline.server.request_ids import new_id
 from castline.server.serving import ServedModel
 
 
@@ -32,7 +32,7 @@ def chat_job(model: ServedModel, body: bytes) -> Job:
     model.check_name(request.model)
     params = chat_params(request)
     prompt = model.engine.tokenizer.render_chat(messages_of(request.messages))
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    request_id = new_id("chatcmpl")
     stream = bool(request.stream)
     kind = "chat.completion.chunk" if stream else "chat.completion"
     head = AnswerHead(request_id, kind, int(time.time()), model.name, model.fingerprint)

@@ -4,7 +4,6 @@ Choice ``p * n + i`` is continuation i of prompt p.
 """
 
 import time
-import uuid
 from dataclasses import dataclass, field
 
 from msgspec import UNSET
@@ -23,6 +22,7 @@ from castline.server.openai_responses import (
     encode,
     sse,
 )
+from castline.server.request_ids import new_id
 from castline.server.serving import ServedModel
 
 
@@ -32,7 +32,7 @@ def completion_job(model: ServedModel, body: bytes) -> Job:
     model.check_name(request.model)
     params = completion_params(request)
     prompts = prompts_of(request.prompt, model.engine.limits.max_waiting)
-    request_id = f"cmpl-{uuid.uuid4().hex}"
+    request_id = new_id("cmpl")
     head = AnswerHead(request_id, "text_completion", int(time.time()), model.name, model.fingerprint)
     include_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
     choices = _Choices(model, prompts, params.n, bool(request.echo), params.logprobs is not None)

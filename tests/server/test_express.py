@@ -1,10 +1,13 @@
 """Outputs that are written to the connection as they come, past the task that reads the stream."""
 
+import asyncio
 import re
 import time
 from typing import Any
 
 import pytest
+
+from castline.server.proto import castline_pb2 as pb
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -70,6 +73,48 @@ def test_what_is_written_at_once_is_counted_once(app: Any) -> None:
     assert re.search(rf"inter_token_latency_seconds_count.* {tokens - 1}\.0\n", found)
     assert re.search(rf"request_generation_tokens_sum.* {tokens}\.0\n", found)
     assert re.search(r"time_to_first_token_seconds_count.* 1\.0\n", found)
+
+
+def called(app: Any, **params: Any) -> list[bytes]:
+    """The messages of a gRPC stream, without what differs between two requests."""
+    messages = list(app.inference.Generate(pb.GenerateRequest(prompt="ab", params=pb.SamplingParams(**params))))
+    for message in messages:
+        message.ClearField("request_id")
+    return [message.SerializeToString(deterministic=True) for message in messages]
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"n": 3}, {"stop": ["🙂"]}, {"max_tokens": 1}, {"logprobs": 1, "prompt_logprobs": 1}]
+)
+def test_both_ways_send_the_same_messages(app: Any, params: dict[str, Any]) -> None:
+    """Prevents messages that are counted or ordered in another way than those of a task. None may be sent twice."""
+    fast = called(app, **params)
+    assert (app.engine.num_express > 0) == (params.get("max_tokens") != 1)
+    app.engine.uses_express = False
+    slow = called(app, **params)
+    assert sorted(fast) == sorted(slow)
+    assert [fast[0], fast[-1]] == [slow[0], slow[-1]]
+
+
+def test_a_call_that_is_not_read_delays_nobody_and_loses_nothing(app: Any) -> None:
+    """Prevents one slow client from holding up the others, and messages that are lost while its window is full."""
+    app.engine.reply_ids = [*b"x" * 4000]
+    slow = app.inference.Generate(pb.GenerateRequest(prompt="a", params=pb.SamplingParams(max_tokens=4000, logprobs=5)))
+    quick = called(app, max_tokens=5)
+    assert len(quick) == 5
+    messages = list(slow)
+    assert "".join(message.text for message in messages) == "x" * 4000
+    assert messages[-1].usage.completion_tokens == 4000
+
+
+def test_no_method_is_waited_for_by_itself(app: Any) -> None:
+    """Prevents every call from costing a look at a task for each method of every service."""
+
+    async def waiting() -> list[str]:
+        return [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
+
+    names = app.call(waiting()).result(60)
+    assert [name for name in names if "_request_" in name] == ["AioServer._request_call"]
 
 
 def test_an_idle_server_has_no_timer(app: Any) -> None:

@@ -266,3 +266,15 @@ def test_a_late_request_ends_no_answer_before_it(app: Any, engine: Any, monkeypa
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert b"[DONE]" in answer
     assert b"HTTP/1.1 408" in answer
+
+
+def test_a_late_head_behind_one_that_came_in_pieces(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents the end of one head from taking away the time limit of the next, which begins in the same piece."""
+    monkeypatch.setattr(http_wire, "RECEIVE_TIMEOUT_S", 0.2)
+    head = b"GET /health/live HTTP/1.1\r\nhost: x\r\n"
+    with socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30) as connection:
+        connection.sendall(head)
+        app.http.get("/health/live")
+        connection.sendall(b"\r\n" + head)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"408"]
