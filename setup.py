@@ -28,7 +28,7 @@ COMMON = [
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12's own avx512fintrin.h trips them
-AMX = [*AVX512, "-mavx512bf16", "-mavx512fp16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
+AMX = [*AVX512, "-mgfni", "-mavx512bf16", "-mavx512fp16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 ISA_FLAGS = {"_avx2": AVX2, "_avxvnni": [*AVX2, "-mavxvnni"], "_avx512": AVX512, "_amx": AMX}
 
 

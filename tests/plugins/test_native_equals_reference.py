@@ -73,7 +73,7 @@ def test_outputs_and_pool(tools, isa, attributes, lengths, seed, threads) -> Non
         allowed = tolerance(attributes.kv_dtype, isa) * np.abs(expected).max(initial=1.0)
         np.testing.assert_allclose(output, expected, rtol=0, atol=allowed)
         written[step.slot_mapping] = True
-    k, v = tools.decode_pool(attributes, node.pool)
+    k, v = tools.decode_pool(attributes, node.pool, isa)
     np.testing.assert_array_equal(k[written], pool.k[written])
     np.testing.assert_array_equal(v[written], pool.v[written])
 
@@ -108,7 +108,7 @@ def test_extreme_values_round_alike(tools, isa, kv_dtype) -> None:
     step = sequences.step([(0, 16)])
     paged_attention(attributes, step, pool)
     node(step)
-    k, v = tools.decode_pool(attributes, node.pool)
+    k, v = tools.decode_pool(attributes, node.pool, isa)
     np.testing.assert_array_equal(k[step.slot_mapping], pool.k[step.slot_mapping])
     np.testing.assert_array_equal(v[step.slot_mapping], pool.v[step.slot_mapping])
 

@@ -24,6 +24,11 @@ bool leaf_7_1_eax(int bit) {
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> bit & 1u) != 0;
 }
 
+bool leaf_7_0_ecx(int bit) {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> bit & 1u) != 0;
+}
+
 bool leaf_7_0_edx(int bit) {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx >> bit & 1u) != 0;
@@ -52,7 +57,7 @@ Host detect() {
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
              __builtin_cpu_supports("avx512vnni");
   const bool tiles = leaf_7_0_edx(22) && leaf_7_0_edx(24) && leaf_7_0_edx(25);
-  h.amx = h.avx512 && leaf_7_0_edx(23) && leaf_7_1_eax(5) && tiles && tiles_granted();
+  h.amx = h.avx512 && leaf_7_0_ecx(8) && leaf_7_0_edx(23) && leaf_7_1_eax(5) && tiles && tiles_granted();
   return h;
 }
 

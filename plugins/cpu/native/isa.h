@@ -6,7 +6,7 @@
 namespace castline {
 
 // Ordered by preference. kAvx2: AVX2, FMA, F16C. kAvxVnni: kAvx2 and 256-bit VNNI. kAvx512: F, BW, DQ, VL, VNNI.
-// kAmx: kAvx512, AVX512_BF16 and FP16, and tiles of bf16 and int8 that the system lets this process use.
+// kAmx: kAvx512, AVX512_BF16 and FP16, GFNI, and tiles of bf16 and int8 that the system lets this process use.
 enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3, kAmx = 4 };
 
 const char* isa_name(Isa isa);

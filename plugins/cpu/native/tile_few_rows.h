@@ -10,18 +10,36 @@ namespace castline::CASTLINE_ISA {
 namespace {
 
 // Rows of *words* words of two fp8 elements, *stride* words apart, as rows of Vectors * 16 words of bf16. Past the end
-// of a row are zeros. What is *ahead* bytes further is fetched meanwhile, a line at a time: a burst of lines would hold
-// up the loads that are waited for.
+// of a row are zeros. *rows* is even. What is *ahead* bytes further is fetched meanwhile, a line at a time: a burst of
+// lines would hold up the loads that are waited for.
 template <int Vectors>
 CASTLINE_INLINE void convert_words(const uint8_t* from, ptrdiff_t stride, int rows, int words, ptrdiff_t out_words,
                                    uint8_t* out, ptrdiff_t ahead) {
-  const __mmask16 last = lanes_below(words - (Vectors - 1) * 16);
+  constexpr int kPairs = Vectors / 2, kLeft = Vectors % 2;  // a vector that is left goes with the next row's
+  const int width = words - 32 * kPairs;
+  const bool is_whole = kLeft == 1 || width >= 0;
+  const __mmask32 last = words_below(width + 32);
+  const __mmask16 left = lanes_below(width);
+  const auto convert = [&](Int codes, uint8_t* first, uint8_t* second) {
+    const Bf16Halves x = bf16_of_fp8(codes);
+    _mm512_storeu_si512(first, x.first);
+    _mm512_storeu_si512(second, x.second);
+  };
   for (int row = 0; row < rows; ++row, from += 2 * stride, out += 4 * out_words) {
     #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) {
-      if (v % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(from + 32 * v + ahead), _MM_HINT_T0);
-      const __m256i bytes = _mm256_maskz_loadu_epi16(v + 1 < Vectors ? 0xffff : last, from + 32 * v);
-      _mm512_storeu_si512(out + 64 * v, bf16_of_fp8(bytes));
+    for (int p = 0; p < kPairs; ++p) {
+      const uint8_t* const at = from + 64 * p;
+      _mm_prefetch(reinterpret_cast<const char*>(at + ahead), _MM_HINT_T0);
+      const Int codes = is_whole || p + 1 < kPairs ? load_words(at) : _mm512_maskz_loadu_epi16(last, at);
+      convert(codes, out + 128 * p, out + 128 * p + 64);
+    }
+    if (kLeft == 1 && row % 2 == 0) {
+      const uint8_t *const at = from + 64 * kPairs, *const below = at + 2 * stride;
+      _mm_prefetch(reinterpret_cast<const char*>(at + ahead), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(below + ahead), _MM_HINT_T0);
+      const Int codes = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(left, at)),
+                                           _mm256_maskz_loadu_epi16(left, below), 1);
+      convert(codes, out + 128 * kPairs, out + 128 * kPairs + 4 * out_words);
     }
   }
 }
