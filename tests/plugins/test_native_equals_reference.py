@@ -13,10 +13,14 @@ from castline.plugins.reference import ReferencePool, paged_attention, round_tri
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 80, 96, 128, 256)
 
 
+FP8_TOLERANCES = {"amx": 2e-2, "avx512fp16": 2e-2}
+
+
 def tolerance(kv_dtype: int, isa: str) -> float:
-    """Of outputs of size 1: float32 sums, or queries and weights of 16 bits; with fp8 and matrix instructions bf16."""
-    if kv_dtype == KvDtypeCode.FP8 and isa == "amx":
-        return 2e-2
+    """Of outputs of size 1: float32 sums, or queries and weights of 16 bits; with fp8 and matrix instructions bf16, with
+    AVX512_FP16 sums of halves."""
+    if kv_dtype == KvDtypeCode.FP8 and isa in FP8_TOLERANCES:
+        return FP8_TOLERANCES[isa]
     wide = kv_dtype == KvDtypeCode.INT8 or (kv_dtype == KvDtypeCode.BF16 and isa == "amx")
     return 3e-4 if wide else 2e-5
 
