@@ -99,9 +99,9 @@ struct HalfSums {
     }
   }
 
-  // Adds factor * sums to the first *columns* floats of each row of *out*.
+  // Adds factor * sums to the first *columns* floats of each row of *out*, or writes them where they are the first.
   template <bool Whole>
-  CASTLINE_INLINE void flush(float factor, int columns, ptrdiff_t row_floats, float* out) const {
+  CASTLINE_INLINE void flush(bool is_first, float factor, int columns, ptrdiff_t row_floats, float* out) const {
     #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r, out += row_floats) {
       #pragma GCC unroll 8
@@ -111,18 +111,16 @@ struct HalfSums {
         #pragma GCC unroll 2
         for (int i = 0; i < 2; ++i) {
           const int at = v * kHalfLanes + i * kLanes;
-          if constexpr (Whole) {
-            store(out + at, fma(x[i], broadcast(factor), load(out + at)));
-          } else {
-            store_first(out + at, columns - at, fma(x[i], broadcast(factor), load_first(out + at, columns - at)));
-          }
+          const __mmask16 there = Whole ? lanes_below(kLanes) : lanes_below(columns - at);
+          const Vec before = _mm512_maskz_loadu_ps(is_first ? lanes_below(0) : there, out + at);
+          _mm512_mask_storeu_ps(out + at, there, fma(x[i], broadcast(factor), before));
         }
       }
     }
   }
 };
 
-// Adds to scores[r * kKeyTile + i] for Rows rows and the first *count* of kHalfLanes keys: all of them if Whole.
+// scores[r * kKeyTile + i] for Rows rows and the first *count* of kHalfLanes keys: all of them if Whole.
 template <int Rows, bool Whole>
 CASTLINE_LOOP void score_half_tile(const uint32_t* q, int dim, const uint8_t* keys, int count, ptrdiff_t stride,
                                    ptrdiff_t ahead, float* scores) {
@@ -135,13 +133,12 @@ CASTLINE_LOOP void score_half_tile(const uint32_t* q, int dim, const uint8_t* ke
       sums.template add<Whole>(
           keys, there, ahead, [q](int r) { return q[r]; }, [q](int r) { return q[Rows + r]; });
     }
-    sums.template flush<Whole>(1.0f, count, kKeyTile, scores);
+    sums.template flush<Whole>(run == 0, 1.0f, count, kKeyTile, scores);
   }
 }
 
 template <int Rows>
 void score_half_rows(const uint32_t* q, int dim, const uint8_t* tile, int block_size, ptrdiff_t ahead, float* scores) {
-  for (int r = 0; r < Rows; ++r) memset(scores + r * kKeyTile, 0, sizeof(float) * block_size);
   int key = 0;
   for (; key + kHalfLanes <= block_size; key += kHalfLanes) {
     score_half_tile<Rows, true>(q, dim, tile + key * 2, kHalfLanes, block_size * 2, ahead, scores + key);
@@ -167,7 +164,7 @@ void score_block(const HalfQueries& queries, const uint8_t* tile, int block_size
   }
 }
 
-// Adds to out[r][dim ..] of Rows rows and Vectors * kHalfLanes dimensions, up to head_dim, over the tile's keys.
+// out[r][dim ..] of Rows rows and Vectors * kHalfLanes dimensions, up to head_dim, over the tile's keys.
 // *weights*: rows of kKeyTile words. Keys outside the tile's range, of which one may share a word with a key that is
 // not, have weights of 0, and no fp8 element becomes a NaN.
 template <int Rows, int Vectors, bool Whole>
@@ -186,7 +183,8 @@ CASTLINE_LOOP void half_value_tile(const TileBlocks& tile, int head_dim, int dim
       sums.template add<Whole>(
           values, last, ahead, [w](int r) { return w[r * kKeyTile]; }, [w](int r) { return w[r * kKeyTile + 1]; });
       if ((key + 2) % kRun == 0 || key + 2 >= tile.last_key) {
-        sums.template flush<Whole>(kFp8Scale / kHalfWeight, columns, head_dim, out + dim);
+        const bool is_first = key / kRun == tile.first_key / kRun;
+        sums.template flush<Whole>(is_first, kFp8Scale / kHalfWeight, columns, head_dim, out + dim);
         sums.clear();
       }
     }
@@ -195,7 +193,7 @@ CASTLINE_LOOP void half_value_tile(const TileBlocks& tile, int head_dim, int dim
 
 template <int Rows>
 void half_value_rows(const TileBlocks& tile, int head_dim, const uint32_t* weights, float* out) {
-  constexpr int kWide = Rows <= 3 ? 2 : 1;
+  constexpr int kWide = Rows <= 5 ? 2 : 1;  // as many as there are registers for
   int dim = 0;
   for (; dim + kWide * kHalfLanes <= head_dim; dim += kWide * kHalfLanes) {
     half_value_tile<Rows, kWide, true>(tile, head_dim, dim, weights, out);
@@ -205,7 +203,6 @@ void half_value_rows(const TileBlocks& tile, int head_dim, const uint32_t* weigh
 
 // out[rows][head_dim] = weights * V over the tile's keys.
 void half_values(const TileBlocks& tile, int rows, int head_dim, const uint32_t* weights, float* out) {
-  memset(out, 0, sizeof(float) * rows * head_dim);
   for (int first = 0; first < rows; first += kRowTile) {
     const uint32_t* w = weights + first * kKeyTile;
     float* o = out + first * head_dim;
