@@ -55,8 +55,9 @@ template <KvDtype T>
 void copy_words(const uint8_t* from, int words, int padded, uint32_t keep, uint8_t* out) {
   const Int kept = _mm512_set1_epi32(static_cast<int32_t>(keep));
   if constexpr (T == kFp8) {
+    const Bf16OfFp8 bf16;
     for (int w = 0; w < padded; w += 32) {
-      const Bf16Halves x = bf16_of_fp8(_mm512_maskz_loadu_epi16(words_below(words - w), from + w * 2));
+      const Bf16Halves x = bf16(_mm512_maskz_loadu_epi16(words_below(words - w), from + w * 2));
       _mm512_storeu_si512(out + w * 4, _mm512_and_si512(x.first, kept));
       if (w + 16 < padded) _mm512_storeu_si512(out + w * 4 + 64, _mm512_and_si512(x.second, kept));
     }
