@@ -17,8 +17,8 @@ FP8_TOLERANCES = {"amx": 2e-2, "avx512fp16": 2e-2}
 
 
 def tolerance(kv_dtype: int, isa: str) -> float:
-    """Of outputs of size 1: float32 sums, or queries and weights of 16 bits; with fp8 and matrix instructions bf16, with
-    AVX512_FP16 sums of halves."""
+    """Of outputs of size 1: float32 sums, or queries and weights of 16 bits; with fp8 and matrix instructions bf16,
+    with AVX512_FP16 sums of halves."""
     if kv_dtype == KvDtypeCode.FP8 and isa in FP8_TOLERANCES:
         return FP8_TOLERANCES[isa]
     wide = kv_dtype == KvDtypeCode.INT8 or (kv_dtype == KvDtypeCode.BF16 and isa == "amx")
@@ -159,6 +159,25 @@ def test_every_fp8_value_of_v_comes_out(tools, isa, group) -> None:
     sequences.qkv[0][:, -256:] = row
     output = tools.Node(attributes, sequences.num_blocks, isa)(sequences.step([(0, 2)]))
     np.testing.assert_allclose(output.reshape(2 * group, 256), np.tile(row, (2 * group, 1)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_the_greatest_fp8_elements_do_not_overflow(tools, isa, head_dim, size) -> None:
+    """Sums of halves end at 65504: queries and weights are multiplied by powers of two that must leave room for as many
+    products of 448 as a sum takes, and keys whose products have the other sign must not come out equal to them."""
+    attributes = tools.attributes(
+        num_heads=3, num_kv_heads=1, head_dim=head_dim, scale=1.0, rotary_dim=0, kv_dtype=int(KvDtypeCode.FP8)
+    )
+    sequences = tools.Sequences(attributes, [300])
+    tokens = sequences.qkv[0].reshape(300, 5, head_dim)
+    tokens[:, :3] = np.float32(size)
+    tokens[:, 3:] = 448.0
+    tokens[1::2, 3] = -448.0
+    tokens[1::2, 4] = -448.0
+    output = tools.Node(attributes, sequences.num_blocks, isa)(sequences.step([(0, 300)]))
+    np.testing.assert_allclose(output, np.full_like(output, 448.0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("isa", available_isas())

@@ -236,6 +236,7 @@ void attend_few_rows(const TileStep& t, const TileBlocks& tile, float* partial) 
   const StripKeys keys = t.keys(0);
   const FewRows f(tile, t.a.head_dim, t.s.k_panel);
   score_few_rows(f, t.s.queries, keys.low, keys.high, t.s.scores[0]);
+  begin_values(f, keys.low);  // while the last scores are on their way
   Products<kFp8> none(t, 0, -1, 0);
   weigh_strip<kFp8>(t, 0, &none);
   sum_few_rows(f, t.s.weights[0], keys.low, keys.high, t.s.products[0]);

@@ -154,6 +154,9 @@ CASTLINE_INLINE void add_value_group(const uint8_t* right, ptrdiff_t stride) {
   tile_product<Product::kBf16, I, kLeft, kRight + I % 2>();
 }
 
+// Converts the piece of V that sum_few_rows begins with: a head of 32 or more has two groups.
+void begin_values(const FewRows& f, int low) { f.convert_values<2>(low / kPartKeys, 0, f.piece(0)); }
+
 // P.V of Groups groups of dimensions over the steps first .. last.
 template <int Groups>
 void sum_groups(const FewRows& f, const uint8_t* weights, int group, int first, int last, uint8_t* products) {
@@ -163,7 +166,7 @@ void sum_groups(const FewRows& f, const uint8_t* weights, int group, int first, 
   if constexpr (Groups > 3) tile_zero<3>();
   constexpr int kPieces = (Groups + 1) / 2;  // of a step
   constexpr int kFirst = Groups > 1 ? 2 : 1, kSecond = Groups > 3 ? 2 : 1;  // groups of a piece
-  f.convert_values<kFirst>(first, group, f.piece(0));
+  if (group > 0) f.convert_values<kFirst>(first, group, f.piece(0));
   for (int s = first; s < last; ++s) {
     const int i = (s - first) * kPieces;
     if constexpr (kPieces == 2) {
@@ -188,7 +191,7 @@ void sum_groups(const FewRows& f, const uint8_t* weights, int group, int first, 
   if constexpr (Groups > 3) tile_store<3>(products + 3 * kTileBytes, row);
 }
 
-// P.V over the keys low .. high.
+// P.V over the keys low .. high, after begin_values.
 void sum_few_rows(const FewRows& f, const uint8_t* weights, int low, int high, uint8_t* products) {
   const int first = low / kPartKeys, last = (high + kPartKeys - 1) / kPartKeys;
   const int groups = (f.head_dim + kGroup - 1) / kGroup;
