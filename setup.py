@@ -1,8 +1,8 @@
 """Compiles the CPU plugin: one shared library, each instruction set in a translation unit of its own.
 
-A source named *_amx.cpp, *_avx512.cpp, *_avxvnni.cpp or *_avx2.cpp is compiled for that instruction set and is called
-only where the host has it; every other source is compiled for the baseline, so that one library runs on any host of the
-architecture.
+A source named *_amx.cpp, *_avx512fp16.cpp, *_avx512.cpp, *_avxvnni.cpp or *_avx2.cpp is compiled for that instruction
+set and is called only where the host has it; every other source is compiled for the baseline, so that one library runs
+on any host of the architecture.
 """
 
 import platform
@@ -28,8 +28,15 @@ COMMON = [
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12's own avx512fintrin.h trips them
-AMX = [*AVX512, "-mavx512bf16", "-mavx512fp16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
-ISA_FLAGS = {"_avx2": AVX2, "_avxvnni": [*AVX2, "-mavxvnni"], "_avx512": AVX512, "_amx": AMX}
+AVX512FP16 = [*AVX512, "-mavx512fp16"]
+AMX = [*AVX512FP16, "-mavx512bf16", "-mgfni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
+ISA_FLAGS = {
+    "_avx2": AVX2,
+    "_avxvnni": [*AVX2, "-mavxvnni"],
+    "_avx512": AVX512,
+    "_avx512fp16": AVX512FP16,
+    "_amx": AMX,
+}
 
 
 def sources() -> list[str]:

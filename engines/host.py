@@ -26,6 +26,7 @@ KERNEL_ISA = (
     "avx512_vnni",
     "avx_vnni",
     "avx512_bf16",
+    "avx512_fp16",
     "amx_tile",
     "amx_bf16",
     "amx_int8",

@@ -144,7 +144,9 @@ class AttentionAttributes:
     query_tile and kv_split change the time of a step and nothing else: a row's result depends, to the bit, on its own
     query and keys alone, whichever kernels compute it. Queries, and the weights that multiply V, are float32, or with
     int8 pools integers of 16 bits. The cpu target's matrix instructions (CASTLINE_ISA amx) take both with 16 bits of
-    mantissa for bf16 pools, and rounded to bf16 for fp8 pools, whose own steps are 16 times as coarse.
+    mantissa for bf16 pools, and rounded to bf16 for fp8 pools, whose own steps are 16 times as coarse. Where it has
+    AVX512_FP16 and no matrix instructions (avx512fp16), both are halves for fp8 pools, and add up as halves over 64
+    dimensions or keys before they do in float32: an error of about two thirds of that.
 
     RoPE, half style (rope_interleaved = 0), r = rotary_dim / 2: ``out[i] = x[i] cos[i] - x[i + r] sin[i]`` and
     ``out[i + r] = x[i + r] cos[i] + x[i] sin[i]``; interleaved: the pair is (x[2i], x[2i + 1]).

@@ -1,7 +1,7 @@
 """The native library of the cpu target: where it is, whether it is the right one, and whether it works.
 
-The environment variable ``CASTLINE_ISA`` (portable, avx2, avxvnni, avx512 or amx) chooses the kernels of nodes that are
-created afterwards.
+The environment variable ``CASTLINE_ISA`` (portable, avx2, avxvnni, avx512, avx512fp16 or amx) chooses the kernels of
+nodes that are created afterwards.
 """
 
 import ctypes

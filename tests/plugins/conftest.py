@@ -114,8 +114,15 @@ class Sequences:
         )
 
 
-def decode_pool(attributes: AttentionAttributes, pool: NDArray[np.uint8]) -> tuple[Floats, Floats]:
-    """K and V of every slot, [num_slots, num_kv_heads, head_dim], from the layout in plugins/cpu/native/layout.h."""
+def e4m3_codes(pool: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What the pool of the matrix kernels holds of fp8 (plugins/cpu/native/fp8_bf16.h), as e4m3's own codes."""
+    small = np.array([0, 4, 2, 5, 3, 6, 1, 7], np.uint8)  # by what is held
+    return np.where(pool & 0x78 == 0, pool & 0x80 | small[pool & 7], pool ^ 1)
+
+
+def decode_pool(attributes: AttentionAttributes, pool: NDArray[np.uint8], isa: str) -> tuple[Floats, Floats]:
+    """K and V of every slot, [num_slots, num_kv_heads, head_dim], from the layout in plugins/cpu/native/layout.h, as
+    the kernels of *isa* write it."""
     a = attributes
     blocks, heads, n, dim = len(pool), a.num_kv_heads, a.block_size, a.head_dim
     dtype: type[np.generic] = {
@@ -125,6 +132,8 @@ def decode_pool(attributes: AttentionAttributes, pool: NDArray[np.uint8]) -> tup
         KvDtypeCode.FP8: ml_dtypes.float8_e4m3fn,
     }[KvDtypeCode(a.kv_dtype)]
     size = heads * n * dim * np.dtype(dtype).itemsize
+    if a.kv_dtype == KvDtypeCode.FP8 and isa == "amx" and dim >= 32:
+        pool = e4m3_codes(pool)
     k_bytes, v_bytes, scales = pool[:, :size], pool[:, size : 2 * size], pool[:, 2 * size :]
     k = np.ascontiguousarray(k_bytes).view(dtype)
     v = np.ascontiguousarray(v_bytes).view(dtype)
@@ -145,7 +154,7 @@ class Tools:
 
     Node: type[Node] = Node
     Sequences: type[Sequences] = Sequences
-    decode_pool: Callable[[AttentionAttributes, NDArray[np.uint8]], tuple[Floats, Floats]] = decode_pool
+    decode_pool: Callable[[AttentionAttributes, NDArray[np.uint8], str], tuple[Floats, Floats]] = decode_pool
     session: Callable[[bytes], onnxruntime.InferenceSession] = open_session
     isa: Callable[[str | None], AbstractContextManager[None]] = isa_environment
 

@@ -66,6 +66,19 @@ def test_chunking_on_every_isa(tools, isa_and_attributes) -> None:
     assert_same(run(tools, attributes, pieces, isa), whole)
 
 
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize(("head_dim", "block_size", "group"), [(96, 32, 5), (256, 64, 3), (128, 16, 4)])
+def test_chunking_of_wide_fp8_heads(tools, isa, head_dim, block_size, group) -> None:
+    """As above where sums are taken in runs of dimensions and keys, and vectors of V are as many as a tile's rows leave
+    registers for."""
+    attributes = tools.attributes(
+        kv_dtype=int(KvDtypeCode.FP8), num_heads=group, num_kv_heads=1, head_dim=head_dim, block_size=block_size
+    )
+    whole = run(tools, attributes, [[(0, 0, LENGTH)]], isa)
+    pieces = [[(0, 0, 250)], [(0, 250, 257)], [(0, 257, 258)], [(0, 258, 517)], [(0, 517, 518)], [(0, 518, LENGTH)]]
+    assert_same(run(tools, attributes, pieces, isa), whole)
+
+
 def test_batching(tools, isa_and_attributes) -> None:
     """C27: a sequence's bits change when others run beside it."""
     isa, attributes = isa_and_attributes

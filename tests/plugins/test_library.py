@@ -67,7 +67,7 @@ def test_isas(tools) -> None:
     """The widest kernels are the default; every one the host has can be asked for; portable is always there."""
     isas = library.available_isas()
     assert isas[-1] == "portable"
-    assert set(isas) <= {"portable", "avx2", "avxvnni", "avx512", "amx"}
+    assert set(isas) <= {"portable", "avx2", "avxvnni", "avx512", "avx512fp16", "amx"}
     with tools.isa(None):
         assert library.active_isa() == isas[0]
     for isa in isas:

@@ -13,10 +13,14 @@ from castline.plugins.reference import ReferencePool, paged_attention, round_tri
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 80, 96, 128, 256)
 
 
+FP8_TOLERANCES = {"amx": 2e-2, "avx512fp16": 2e-2}
+
+
 def tolerance(kv_dtype: int, isa: str) -> float:
-    """Of outputs of size 1: float32 sums, or queries and weights of 16 bits; with fp8 and matrix instructions bf16."""
-    if kv_dtype == KvDtypeCode.FP8 and isa == "amx":
-        return 2e-2
+    """Of outputs of size 1: float32 sums, or queries and weights of 16 bits; with fp8 and matrix instructions bf16,
+    with AVX512_FP16 sums of halves."""
+    if kv_dtype == KvDtypeCode.FP8 and isa in FP8_TOLERANCES:
+        return FP8_TOLERANCES[isa]
     wide = kv_dtype == KvDtypeCode.INT8 or (kv_dtype == KvDtypeCode.BF16 and isa == "amx")
     return 3e-4 if wide else 2e-5
 
@@ -73,7 +77,7 @@ def test_outputs_and_pool(tools, isa, attributes, lengths, seed, threads) -> Non
         allowed = tolerance(attributes.kv_dtype, isa) * np.abs(expected).max(initial=1.0)
         np.testing.assert_allclose(output, expected, rtol=0, atol=allowed)
         written[step.slot_mapping] = True
-    k, v = tools.decode_pool(attributes, node.pool)
+    k, v = tools.decode_pool(attributes, node.pool, isa)
     np.testing.assert_array_equal(k[written], pool.k[written])
     np.testing.assert_array_equal(v[written], pool.v[written])
 
@@ -108,7 +112,7 @@ def test_extreme_values_round_alike(tools, isa, kv_dtype) -> None:
     step = sequences.step([(0, 16)])
     paged_attention(attributes, step, pool)
     node(step)
-    k, v = tools.decode_pool(attributes, node.pool)
+    k, v = tools.decode_pool(attributes, node.pool, isa)
     np.testing.assert_array_equal(k[step.slot_mapping], pool.k[step.slot_mapping])
     np.testing.assert_array_equal(v[step.slot_mapping], pool.v[step.slot_mapping])
 
@@ -155,6 +159,25 @@ def test_every_fp8_value_of_v_comes_out(tools, isa, group) -> None:
     sequences.qkv[0][:, -256:] = row
     output = tools.Node(attributes, sequences.num_blocks, isa)(sequences.step([(0, 2)]))
     np.testing.assert_allclose(output.reshape(2 * group, 256), np.tile(row, (2 * group, 1)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_the_greatest_fp8_elements_do_not_overflow(tools, isa, head_dim, size) -> None:
+    """Sums of halves end at 65504: queries and weights are multiplied by powers of two that must leave room for as many
+    products of 448 as a sum takes, and keys whose products have the other sign must not come out equal to them."""
+    attributes = tools.attributes(
+        num_heads=3, num_kv_heads=1, head_dim=head_dim, scale=1.0, rotary_dim=0, kv_dtype=int(KvDtypeCode.FP8)
+    )
+    sequences = tools.Sequences(attributes, [300])
+    tokens = sequences.qkv[0].reshape(300, 5, head_dim)
+    tokens[:, :3] = np.float32(size)
+    tokens[:, 3:] = 448.0
+    tokens[1::2, 3] = -448.0
+    tokens[1::2, 4] = -448.0
+    output = tools.Node(attributes, sequences.num_blocks, isa)(sequences.step([(0, 300)]))
+    np.testing.assert_allclose(output, np.full_like(output, 448.0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("isa", available_isas())

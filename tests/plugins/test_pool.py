@@ -62,13 +62,16 @@ def test_slot_minus_one_writes_nothing(tools, isa) -> None:
 
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("kv_dtype", CPU_KV_DTYPES)
-def test_stale_slots_are_not_read(tools, isa, kv_dtype) -> None:
-    """A block is reused with another sequence's leftovers in its tail; a NaN there must not reach this sequence."""
-    attributes = tools.attributes(kv_dtype=int(kv_dtype), block_size=32)
+@pytest.mark.parametrize("head_dim", [16, 40, 64])
+@pytest.mark.parametrize("stale", [0xFF, 0x7F, 0x7E])
+def test_stale_slots_are_not_read(tools, isa, kv_dtype, head_dim, stale) -> None:
+    """A block is reused with another sequence's leftovers in its tail; a NaN there must not reach this sequence. Heads
+    of 40 and 64 are for matrix kernels, where fp8's NaN is another byte."""
+    attributes = tools.attributes(kv_dtype=int(kv_dtype), block_size=32, head_dim=head_dim)
     sequences = tools.Sequences(attributes, [33, 1, 32])
     step = sequences.step([(0, 33), (0, 1), (0, 32)])
     node = tools.Node(attributes, sequences.num_blocks, isa)
-    assert (node.pool == 0xFF).all()
+    node.pool[:] = stale
     poisoned = node(step)
     clean = tools.Node(attributes, sequences.num_blocks, isa)
     clean.pool[:] = 0

@@ -8,9 +8,17 @@
 
 #include "layout.h"
 #include "numeric.h"
+#ifdef CASTLINE_FP8_BF16
+#include "fp8_bf16.h"
+#endif
 
 namespace castline::CASTLINE_ISA {
 namespace {
+
+#ifndef CASTLINE_FP8_BF16
+// The pool holds e4m3's own codes.
+static inline uint8_t pool_code(uint8_t code) { return code; }
+#endif
 
 float rms_inverse(const float* x, float eps, int count) {
   double sum = 0;
@@ -58,7 +66,7 @@ void quantise(const float* x, int dim, uint8_t* out, float scale) {
     if constexpr (T == kFp32) reinterpret_cast<float*>(out)[d] = x[d];
     if constexpr (T == kBf16) reinterpret_cast<uint16_t*>(out)[d] = to_bf16(x[d]);
     if constexpr (T == kInt8) out[d] = static_cast<uint8_t>(to_int8(x[d], scale));
-    if constexpr (T == kFp8) out[d] = to_fp8(x[d]);
+    if constexpr (T == kFp8) out[d] = pool_code(to_fp8(x[d]));
   }
 }
 

@@ -6,6 +6,7 @@ extern const Kernels kPortableKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx512Fp16Kernels;
 extern const Kernels kAmxKernels;
 #endif
 
@@ -14,6 +15,7 @@ namespace {
 const Kernels* const kWidestFirst[] = {
 #if defined(__x86_64__)
     &kAmxKernels,
+    &kAvx512Fp16Kernels,
     &kAvx512Kernels,
     &kAvx2Kernels,
 #endif

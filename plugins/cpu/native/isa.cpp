@@ -14,7 +14,8 @@
 namespace castline {
 namespace {
 
-constexpr Isa kWidestFirst[] = {Isa::kAmx, Isa::kAvx512, Isa::kAvxVnni, Isa::kAvx2, Isa::kPortable};
+constexpr Isa kWidestFirst[] = {Isa::kAmx,     Isa::kAvx512Fp16, Isa::kAvx512,
+                                Isa::kAvxVnni, Isa::kAvx2,       Isa::kPortable};
 
 #if defined(__x86_64__)
 
@@ -22,6 +23,11 @@ constexpr Isa kWidestFirst[] = {Isa::kAmx, Isa::kAvx512, Isa::kAvxVnni, Isa::kAv
 bool leaf_7_1_eax(int bit) {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> bit & 1u) != 0;
+}
+
+bool leaf_7_0_ecx(int bit) {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> bit & 1u) != 0;
 }
 
 bool leaf_7_0_edx(int bit) {
@@ -40,7 +46,7 @@ bool tiles_granted() {
 }
 
 struct Host {
-  bool avx2, avxvnni, avx512, amx;
+  bool avx2, avxvnni, avx512, avx512fp16, amx;
 };
 
 Host detect() {
@@ -52,7 +58,8 @@ Host detect() {
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
              __builtin_cpu_supports("avx512vnni");
   const bool tiles = leaf_7_0_edx(22) && leaf_7_0_edx(24) && leaf_7_0_edx(25);
-  h.amx = h.avx512 && leaf_7_0_edx(23) && leaf_7_1_eax(5) && tiles && tiles_granted();
+  h.avx512fp16 = h.avx512 && leaf_7_0_edx(23);
+  h.amx = h.avx512fp16 && leaf_7_0_ecx(8) && leaf_7_1_eax(5) && tiles && tiles_granted();
   return h;
 }
 
@@ -63,6 +70,7 @@ Host detect() {
 const char* isa_name(Isa isa) {
   switch (isa) {
     case Isa::kAmx: return "amx";
+    case Isa::kAvx512Fp16: return "avx512fp16";
     case Isa::kAvx512: return "avx512";
     case Isa::kAvxVnni: return "avxvnni";
     case Isa::kAvx2: return "avx2";
@@ -76,6 +84,7 @@ bool host_has(Isa isa) {
   static const Host host = detect();
   switch (isa) {
     case Isa::kAmx: return host.amx;
+    case Isa::kAvx512Fp16: return host.avx512fp16;
     case Isa::kAvx512: return host.avx512;
     case Isa::kAvxVnni: return host.avxvnni;
     case Isa::kAvx2: return host.avx2;

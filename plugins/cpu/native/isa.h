@@ -6,16 +6,17 @@
 namespace castline {
 
 // Ordered by preference. kAvx2: AVX2, FMA, F16C. kAvxVnni: kAvx2 and 256-bit VNNI. kAvx512: F, BW, DQ, VL, VNNI.
-// kAmx: kAvx512, AVX512_BF16 and FP16, and tiles of bf16 and int8 that the system lets this process use.
-enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3, kAmx = 4 };
+// kAvx512Fp16: kAvx512 and AVX512_FP16. kAmx: kAvx512Fp16, AVX512_BF16, GFNI, and tiles of bf16 and int8 that the system
+// lets this process use.
+enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3, kAvx512Fp16 = 4, kAmx = 5 };
 
 const char* isa_name(Isa isa);
 
 // Whether this host can run code compiled for *isa*.
 bool host_has(Isa isa);
 
-// What the environment variable CASTLINE_ISA names (portable, avx2, avxvnni, avx512 or amx), or the widest of the host.
-// False, with the reason in *error*, where the name is unknown or the host lacks it. Kernels are the widest written
+// What the environment variable CASTLINE_ISA names (portable, avx2, avxvnni, avx512, avx512fp16 or amx), or the widest of the
+// host. False, with the reason in *error*, where the name is unknown or the host lacks it. Kernels are the widest written
 // for this instruction set or for one that it contains (see runs_on).
 bool selected_isa(Isa* isa, std::string* error);
 

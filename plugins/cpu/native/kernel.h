@@ -13,6 +13,9 @@
 #ifdef CASTLINE_ISA_AVX512
 #include "values_vnni.h"
 #endif
+#ifdef CASTLINE_FP8_HALF
+#include "fp8_half.h"
+#endif
 
 namespace castline::CASTLINE_ISA {
 namespace {
@@ -76,11 +79,29 @@ bool decodes(int rows) {
   return (T == kInt8 || T == kFp8) && rows > 2 * kRowTile;
 }
 
+// fp8 with sums of halves: queries and weights are halves.
+#ifdef CASTLINE_FP8_HALF
+template <KvDtype T>
+constexpr bool kHalfDot = T == kFp8;
+HalfQueries half_queries(const Attributes& a, int rows, const Scratch& s) {
+  return {reinterpret_cast<uint32_t*>(s.q), rows, a.head_dim};
+}
+#else
+template <KvDtype T>
+constexpr bool kHalfDot = false;
+#endif
+
 template <KvDtype T>
 void pack_row(const Attributes& a, int rows, const Scratch& s, int row, const float* q) {
 #ifdef CASTLINE_ISA_AVX512
   if constexpr (kIntegerDot<T>) {
     s.q_extra[rows + row] = pack_query(integer_queries(a, rows, s), row, q, a.scale * kLog2E);
+    return;
+  }
+#endif
+#ifdef CASTLINE_FP8_HALF
+  if constexpr (kHalfDot<T>) {
+    s.q_extra[rows + row] = pack_query(half_queries(a, rows, s), row, q, a.scale * kLog2E);
     return;
   }
 #endif
@@ -169,11 +190,39 @@ void attend_integer_tile(const Attributes& a, const TileBlocks& tile, const Rows
 }
 #endif
 
+#ifdef CASTLINE_FP8_HALF
+// As below, in halves.
+void attend_half_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, int tile_start, const Scratch& s) {
+  const HalfQueries queries = half_queries(a, rows.count, s);
+  for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
+    score_block(queries, tile.block[b].k, a.block_size, tile.ahead_of_k(b), s.scores + b * a.block_size);
+  }
+  const int first = tile.first_key / kGroup, last = (tile.last_key + kGroup - 1) / kGroup;
+  for (int r = 0; r < rows.count; ++r) {
+    const auto place = [&](int g) { return s.scores + r * kKeyTile + g * kGroup; };
+    const auto read = [&](int g) { return load(place(g)); };
+    // A row's weights take the place of its scores.
+    const auto write = [&](int g, const Vec* p) {
+      _mm512_storeu_si512(place(g), doubled_halves(mul(p[0], broadcast(kHalfWeight))));
+    };
+    const RowSoftmax x =
+        softmax_row<kFp8, 1>(*s.scales, first_key(a, rows, r) - tile_start, rows.position(r) + 1 - tile_start, first,
+                             last, s.q_extra[rows.count + r], a.softcap * kLog2E, read, place, write);
+    s.tile_max[r] = x.max;
+    s.tile_total[r] = x.total;
+  }
+  half_values(tile, rows.count, a.head_dim, reinterpret_cast<const uint32_t*>(s.scores), s.tile_sum);
+}
+#endif
+
 // Scores, softmax and weighted sum of V of all rows over one key tile: fills tile_max, tile_total and tile_sum.
 template <KvDtype T>
 void attend_tile(const Attributes& a, const TileBlocks& tile, const Rows& rows, int tile_start, const Scratch& s) {
 #ifdef CASTLINE_ISA_AVX512
   if constexpr (kIntegerDot<T>) return attend_integer_tile(a, tile, rows, tile_start, s);
+#endif
+#ifdef CASTLINE_FP8_HALF
+  if constexpr (kHalfDot<T>) return attend_half_tile(a, tile, rows, tile_start, s);
 #endif
   for (int b = tile.first_key / a.block_size; b * a.block_size < tile.last_key; ++b) {
     score_keys<T>(a, rows.count, s, tile, b);

@@ -1,6 +1,7 @@
 // The kernels, compiled for amx: matrix instructions for all pools but fp32 ones, which keep the vector kernels.
 #define CASTLINE_ISA amx
 #define CASTLINE_ISA_AVX512
+#define CASTLINE_FP8_BF16
 #include "tile_attend.h"
 
 namespace castline {

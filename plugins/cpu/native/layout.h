@@ -8,6 +8,8 @@
 //                        int8       [N/4][D][4]    four keys side by side
 //   int8 only: K scales [H][N], then V scales [H][N], fp32
 //
+// fp8: e4m3's codes, which the matrix kernels replace by codes of their own (fp8_bf16.h).
+//
 // A word of 32 bits then holds what one lane of a dot-product instruction adds up (bf16, int8), and these are the right
 // operands of a matrix instruction as they stand.
 //

@@ -234,10 +234,9 @@ void attend_strips(const TileStep& t, float* partial) {
 // As attend_strips, of one strip of fp8: an item sees keys of all its tiles.
 void attend_few_rows(const TileStep& t, const TileBlocks& tile, float* partial) {
   const StripKeys keys = t.keys(0);
-  uint8_t* const k_panel = t.s.k_panel;
-  const int part_bytes = round_up(t.a.head_dim, kStep<kFp8>) / 2 * kPartKeys * 4;
-  const FewRows f = {tile, t.a.head_dim, {k_panel, k_panel + part_bytes}, {t.s.v_panel, t.s.v_panel + kValuePart}};
+  const FewRows f(tile, t.a.head_dim, t.s.k_panel);
   score_few_rows(f, t.s.queries, keys.low, keys.high, t.s.scores[0]);
+  begin_values(f, keys.low);  // while the last scores are on their way
   Products<kFp8> none(t, 0, -1, 0);
   weigh_strip<kFp8>(t, 0, &none);
   sum_few_rows(f, t.s.weights[0], keys.low, keys.high, t.s.products[0]);

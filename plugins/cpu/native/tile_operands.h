@@ -6,6 +6,7 @@
 // or in blocks too small for a step.
 #pragma once
 
+#include "fp8_bf16.h"
 #include "softmax16.h"
 #include "tiles.h"
 
@@ -44,19 +45,6 @@ constexpr size_t v_panel_bytes(int head_dim) {
   return static_cast<size_t>(kKeyTile) / kWordElements<T> * round_up(head_dim, kGroup) * 4;
 }
 
-// A bf16 of an fp8 operand is the element times 2^-105 (see bf16_of_fp8), and an operand on the left makes up for it. A
-// query only in part, so that no query overflows: its scores are to be multiplied by what is missing.
-constexpr float kFp8Query = 0x1p64f, kFp8Score = 0x1p41f, kFp8Weight = 0x1p105f;
-
-// Thirty-two e4m3 elements as bf16, times 2^-105. As halves they are the elements times 2^-8, and after a product with
-// 2^15 none is subnormal; then a half's bits in bf16's place are the half times 2^-112.
-CASTLINE_INLINE Int bf16_of_fp8(__m256i bytes) {
-  const Int half = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 7),
-                                    _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
-  const Int normal = (Int)_mm512_mul_ph((__m512h)half, (__m512h)_mm512_set1_epi16(0x7800));
-  return _mm512_and_si512(_mm512_srai_epi16(normal, 3), _mm512_set1_epi16(static_cast<int16_t>(0x8fff)));
-}
-
 // Bytes of a word in the pool.
 template <KvDtype T>
 constexpr int kPoolWord = T == kFp8 ? 2 : 4;
@@ -65,24 +53,20 @@ constexpr int kPoolWord = T == kFp8 ? 2 : 4;
 // 16. Of each word the bits *keep* are kept.
 template <KvDtype T>
 void copy_words(const uint8_t* from, int words, int padded, uint32_t keep, uint8_t* out) {
-  int w = 0;
-  for (; keep == ~0u && w + 16 <= words; w += 16) {
-    const uint8_t* at = from + w * kPoolWord<T>;
-    if constexpr (T == kFp8) {
-      _mm512_storeu_si512(out + w * 4, bf16_of_fp8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))));
-    } else {
-      _mm512_storeu_si512(out + w * 4, load_words(at));
-    }
-  }
   const Int kept = _mm512_set1_epi32(static_cast<int32_t>(keep));
-  for (; w < padded; w += 16) {
-    const __mmask16 mask = lanes_below(words - w);
-    Int x;
-    if constexpr (T == kFp8) {
-      x = bf16_of_fp8(_mm256_maskz_loadu_epi16(mask, from + w * 2));
-    } else {
-      x = _mm512_maskz_loadu_epi32(mask, from + w * 4);
+  if constexpr (T == kFp8) {
+    const Bf16OfFp8 bf16;
+    for (int w = 0; w < padded; w += 32) {
+      const Bf16Halves x = bf16(_mm512_maskz_loadu_epi16(words_below(words - w), from + w * 2));
+      _mm512_storeu_si512(out + w * 4, _mm512_and_si512(x.first, kept));
+      if (w + 16 < padded) _mm512_storeu_si512(out + w * 4 + 64, _mm512_and_si512(x.second, kept));
     }
+    return;
+  }
+  int w = 0;
+  for (; keep == ~0u && w + 16 <= words; w += 16) _mm512_storeu_si512(out + w * 4, load_words(from + w * 4));
+  for (; w < padded; w += 16) {
+    const Int x = _mm512_maskz_loadu_epi32(lanes_below(words - w), from + w * 4);
     _mm512_storeu_si512(out + w * 4, _mm512_and_si512(x, kept));
   }
 }
@@ -95,9 +79,7 @@ void make_keys(const TileBlocks& tile, int head_dim, uint8_t* panel, RightOperan
   const int first_block = tile.first_key / n, last_block = (tile.last_key - 1) / n;
   for (int b = first_block; b <= last_block && !direct; ++b) {
     uint8_t* block = panel + b * rows * n * 4;
-    for (int row = 0; row < filled; ++row) {
-      copy_words<T>(tile.block[b].k + row * n * kPoolWord<T>, n, n, ~0u, block + row * n * 4);
-    }
+    copy_words<T>(tile.block[b].k, filled * n, filled * n, ~0u, block);
     memset(block + filled * n * 4, 0, (rows - filled) * n * 4);
   }
   out->k_stride = n * 4;

@@ -27,8 +27,10 @@ struct TileBlocks {
   ptrdiff_t ahead_of_v(int b) const { return read_as(b - first_block() + blocks() + ahead) - block[b].v; }
 
  private:
-  int first_block() const { return first_key / block_size; }
-  int blocks() const { return (last_key - 1) / block_size + 1 - first_block(); }
+  // block_size divides kKeyTile: shifts, which take a tenth of a division's time.
+  int block_of(int key) const { return key >> __builtin_ctz(block_size); }
+  int first_block() const { return block_of(first_key); }
+  int blocks() const { return block_of(last_key - 1) + 1 - first_block(); }
   // What is read as the i-th: K of all blocks, then V of all, then the next tile.
   const uint8_t* read_as(int i) const {
     const int n = blocks();
