@@ -15,9 +15,9 @@ const char* isa_name(Isa isa);
 // Whether this host can run code compiled for *isa*.
 bool host_has(Isa isa);
 
-// What the environment variable CASTLINE_ISA names (portable, avx2, avxvnni, avx512, avx512fp16 or amx), or the widest of the
-// host. False, with the reason in *error*, where the name is unknown or the host lacks it. Kernels are the widest written
-// for this instruction set or for one that it contains (see runs_on).
+// What the environment variable CASTLINE_ISA names (portable, avx2, avxvnni, avx512, avx512fp16 or amx), or the widest of
+// the host. False, with the reason in *error*, where the name is unknown or the host lacks it. Kernels are the widest
+// written for this instruction set or for one that it contains (see runs_on).
 bool selected_isa(Isa* isa, std::string* error);
 
 // Whether a host that was told to use *selected* may run kernels written for *kernel*.
