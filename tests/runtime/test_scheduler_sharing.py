@@ -9,7 +9,8 @@ from castline.runtime.kv_manager import KvManager
 def test_colliding_hashes_change_no_token(make_engine):
     """The whole engine with a hash that nearly always collides: fewer hits, the same text."""
     engine = make_engine(num_blocks=24, max_model_len=64, max_num_batched_tokens=12)
-    engine.core.scheduler.kv = KvManager(24, 4, hash_fn=lambda value: hash(value) % 3)
+    scheduler = engine.core.scheduler
+    scheduler.kv = scheduler._filler._kv = KvManager(24, 4, hash_fn=lambda value: hash(value) % 3)
     for number in range(40):
         engine.add(f"r{number}", [number % 2, number % 3, *range(number % 17)], max_tokens=9, n=1 + number % 2)
         engine.step()
