@@ -13,6 +13,7 @@ from time import perf_counter_ns
 from typing import Final, Protocol
 
 from castline.engines.errors import EngineError
+from castline.runtime.decodes import Decodes
 from castline.runtime.plan import StepPlan
 
 DEFAULT_STEPS: Final = 100
@@ -131,9 +132,13 @@ class StepRecorder:
 
     def scheduled(self, plan: StepPlan) -> None:
         self.mark(Phase.SCHEDULE)
-        self._current.num_sequences = len(plan.scheduled)
-        self._current.num_tokens = plan.num_tokens
-        self._current.decodes_only = all(len(part.token_ids) - part.num_drafts == 1 for part in plan.scheduled)
+        current, parts = self._current, plan.scheduled
+        current.num_sequences = len(parts)
+        if isinstance(parts, Decodes):  # its parts would be made for this, which is part of the next phase
+            current.num_tokens, current.decodes_only = len(parts), True
+        else:
+            current.num_tokens = plan.num_tokens
+            current.decodes_only = all(len(part.token_ids) - part.num_drafts == 1 for part in parts)
 
     def step_done(self) -> None:
         if not self.complete:

@@ -7,6 +7,7 @@ from itertools import count, pairwise
 import pytest
 
 from castline.plugins.cpu.operator_profile import Operator, OperatorRun, Role
+from castline.runtime.decodes import Decodes
 from castline.runtime.plan import ScheduledSequence, StepPlan
 from castline.runtime.profile_report import join_runs, table
 from castline.runtime.profile_trace import trace_json
@@ -53,6 +54,14 @@ def test_phases_follow_each_other_without_gaps(clock: Iterator[int]) -> None:
     assert all(a.end_ns == b.start_ns for a, b in pairwise(spans))
     assert spans[0].start_ns == 0
     assert [(r.num_sequences, r.num_tokens, r.decodes_only) for r in recorder.records] == [(2, 2, True), (2, 8, False)]
+
+
+def test_decodes_by_columns_are_counted_too(clock: Iterator[int]) -> None:
+    """Prevents steps of a large batch that a profile shows as empty, or as prompts."""
+    recorder = StepRecorder(5, lambda: next(clock))
+    recorder.scheduled(StepPlan(Decodes((4, 7), [1, 2], [9, 3], [9, 7], [(0, 1, 2), (1,)])))
+    recorder.step_done()
+    assert [(r.num_sequences, r.num_tokens, r.decodes_only) for r in recorder.records] == [(2, 2, True)]
 
 
 def test_guesses_make_no_prompt(clock: Iterator[int]) -> None:
