@@ -78,7 +78,7 @@ class LiveRequests(Mapping[str, LiveRequest]):
     def progressed(self, events: Sequence[SequenceEvent]) -> None:
         """The engine loop goes on, and has *events* to report."""
         self._stall.progressed()
-        self._interval.progressed()
+        self._interval.progressed(len(self._live))
         self._keep_pace()
         self._deliver(events)
 

@@ -16,6 +16,9 @@ EASY_SHARE: Final = 0.03
 """Messages become shorter only where serving then takes less than this at most."""
 CALM_WINDOWS: Final = 2
 """In a row, before messages become shorter."""
+FEW_REQUESTS: Final = 4
+"""So few never wait. Their messages cost several times what those of many do, for the code is cold whenever one is
+sent, and longer ones would be as cold."""
 INTERVALS: Final = (1, 2, 4, 8)
 WINDOW_S: Final = 1.0
 
@@ -29,7 +32,7 @@ class StreamInterval:
     def begin(self) -> None:
         """There are requests from now on."""
 
-    def progressed(self) -> None:
+    def progressed(self, num_requests: int) -> None:
         """To be called often while there are requests."""
 
     def end(self) -> None:
@@ -61,11 +64,14 @@ class AdaptiveInterval(StreamInterval):
     def begin(self) -> None:
         self._open_window(self._clock())
 
-    def progressed(self) -> None:
+    def progressed(self, num_requests: int) -> None:
         now = self._clock()
         if now >= self._window_end:
             wall_s = now - self._window_end + WINDOW_S
-            self._follow((self._cpu_clock() - self._cpu_before) / (wall_s * self._num_cores))
+            if num_requests <= FEW_REQUESTS:
+                self.end()
+            else:
+                self._follow((self._cpu_clock() - self._cpu_before) / (wall_s * self._num_cores))
             self._open_window(now)
 
     def end(self) -> None:

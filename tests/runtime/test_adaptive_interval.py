@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castline.runtime.stream_interval import EASY_SHARE, INTERVALS, MAX_SHARE, WINDOW_S, AdaptiveInterval
+from castline.runtime.stream_interval import EASY_SHARE, FEW_REQUESTS, INTERVALS, MAX_SHARE, WINDOW_S, AdaptiveInterval
 
 CORES = 4
 LOOKS = 16
@@ -21,6 +21,7 @@ class Machine:
         self.share = share
         self.now = 50.0
         self.cpu = 7.0
+        self.num_requests = 64
         self.interval = AdaptiveInterval(CORES, lambda: self.now, lambda: self.cpu)
         self.interval.begin()
 
@@ -31,7 +32,7 @@ class Machine:
             for _ in range(LOOKS):
                 self.now += WINDOW_S / LOOKS
                 self.cpu += self.share(self.interval.tokens) * CORES * WINDOW_S / LOOKS
-                self.interval.progressed()
+                self.interval.progressed(self.num_requests)
             after.append(self.interval.tokens)
         return after
 
@@ -45,6 +46,15 @@ def proportional(share: float) -> Callable[[int], float]:
 def test_it_becomes_as_long_as_the_load_asks(load: float, expected: int) -> None:
     """Prevents messages that are longer than they must be, and an interval that takes seconds to find."""
     assert Machine(proportional(load * MAX_SHARE)).run(6) == [expected] * 6
+
+
+def test_a_few_streams_never_wait() -> None:
+    """Prevents a lone stream, whose messages cost most, that is sent two tokens at a time."""
+    machine = Machine(proportional(6 * MAX_SHARE))
+    assert machine.run(1) == [8]
+    for num_requests, expected in ((FEW_REQUESTS, 1), (1, 1), (FEW_REQUESTS + 1, 8)):
+        machine.num_requests = num_requests
+        assert machine.run(2) == [expected] * 2
 
 
 def test_it_goes_on_where_half_the_messages_do_not_cost_half() -> None:
@@ -119,5 +129,5 @@ def test_a_late_look_is_a_longer_window() -> None:
     machine = Machine(proportional(0.0))
     machine.now += 10 * WINDOW_S
     machine.cpu += 10 * WINDOW_S * CORES * MAX_SHARE * 0.9
-    machine.interval.progressed()
+    machine.interval.progressed(64)
     assert machine.interval.tokens == 1

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castline.engines.errors import EngineError
+from castline.runtime import stream_interval
 from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.client import Output
 from castline.runtime.events import FinishReason
@@ -79,13 +80,16 @@ def test_messages_have_that_many_tokens(scripted: Callable[..., Any], texts: Any
 
 
 @pytest.mark.parametrize("texts", [http_texts, grpc_texts])
-def test_messages_become_longer_in_flight_under_load(scripted: Callable[..., Any], texts: Any) -> None:
+def test_messages_become_longer_in_flight_under_load(
+    scripted: Callable[..., Any], texts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prevents an interval that follows the load, and streams that keep the one they began with."""
     made = scripted()
     parts: list[str] = []
     metrics: list[str] = []
     windows = itertools.count(step=2)  # a look at the clock closes a window
     cpu = itertools.count()  # half of it is this process's
+    monkeypatch.setattr(stream_interval, "FEW_REQUESTS", 0)  # one is enough
     interval = AdaptiveInterval(1, lambda: float(next(windows)), lambda: float(next(cpu)))
 
     async def scenario() -> None:
