@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from castline.plugins.contract import StepTensors
+from castline.runtime.decodes import Decodes
 from castline.runtime.plan import ScheduledSequence, StepPlan
 
 
@@ -42,26 +43,23 @@ class StepBatch:
 
 def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     """Packs *plan*, which schedules at least one sequence, with no padding of tokens."""
-    if all(len(part.token_ids) == 1 and part.samples and not part.all_logits for part in plan.scheduled):
-        return _pack_decodes(plan.scheduled, block_size)
-    return pack(plan, block_size)
+    decodes = Decodes.of(plan.scheduled, block_size)
+    return pack(plan, block_size) if decodes is None else _pack_decodes(decodes)
 
 
-def _pack_decodes(parts: Sequence[ScheduledSequence], block_size: int) -> StepBatch:
-    """As `pack`, where every sequence has one token and samples: most steps, and each array operation counts then."""
-    count = len(parts)
-    starts = [part.start for part in parts]
-    slots = [part.block_ids[part.start // block_size] * block_size + part.start % block_size for part in parts]
+def _pack_decodes(decodes: Decodes) -> StepBatch:
+    """As `pack`, of most steps: each array operation counts then."""
+    count = len(decodes)
     tensors = StepTensors(
-        input_ids=np.array([part.token_ids[0] for part in parts], np.int64),
-        positions=np.array(starts, np.int64),
-        slot_mapping=np.array(slots, np.int32),
+        input_ids=np.array(decodes.token_ids, np.int64),
+        positions=np.array(decodes.starts, np.int64),
+        slot_mapping=np.array(decodes.slots, np.int32),
         cu_query_lens=np.arange(count + 1, dtype=np.int32),
-        kv_lens=np.array([start + 1 for start in starts], np.int32),
-        block_table=block_table([part.block_ids for part in parts]),
+        kv_lens=np.array([start + 1 for start in decodes.starts], np.int32),
+        block_table=block_table(decodes.tables),
         logits_indices=np.arange(count),
     )
-    return StepBatch(tensors, tuple([part.seq_id for part in parts]), (), ())
+    return StepBatch(tensors, decodes.seq_ids, (), ())
 
 
 def pack(plan: StepPlan, block_size: int) -> StepBatch:

@@ -5,6 +5,7 @@ prompt, greedy text wanders, and every token depends on all tokens before it.
 """
 
 import asyncio
+import itertools
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -42,12 +43,14 @@ from castline.plugins.contract import (
     StepTensors,
     kv_pool_name,
 )
+from castline.runtime import stream_interval
 from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.core import EngineCore
 from castline.runtime.engine_loop import CommandSocket, Disconnected, run_engine_loop
 from castline.runtime.loader import installed_plugin, installed_version
 from castline.runtime.sampler import Sampler
+from castline.runtime.stream_interval import AdaptiveInterval
 from castline.runtime.tokenizer import load_tokenizer
 from castline.runtime.wire import Failed, Ready
 
@@ -77,6 +80,15 @@ def make_manifest() -> Manifest:
         tool_versions={"onnxruntime": "1.32.0"},
         files={},
     )
+
+
+@pytest.fixture
+def loaded_interval(monkeypatch: pytest.MonkeyPatch) -> AdaptiveInterval:
+    """One that finds a serving process, of however few requests, which takes half of its one core."""
+    monkeypatch.setattr(stream_interval, "FEW_REQUESTS", 0)
+    windows = itertools.count(step=2)  # a look at the clock closes a window
+    cpu = itertools.count()
+    return AdaptiveInterval(1, lambda: float(next(windows)), lambda: float(next(cpu)))
 
 
 @pytest.fixture

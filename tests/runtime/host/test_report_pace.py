@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from castline.engines.errors import CastlineError, EngineError, ErrorCode, RequestError
-from castline.runtime import live_requests, stream_interval
+from castline.runtime import live_requests
 from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.client import Output
 from castline.runtime.sampling_params import SamplingParams
@@ -92,16 +92,12 @@ def sizes_by_request(reports: list[StepDone]) -> list[list[int]]:
     return list(sizes.values())
 
 
-def test_the_pace_follows_the_load_up_and_down(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pace_follows_the_load_up_and_down(scripted: Scripted, loaded_interval: AdaptiveInterval) -> None:
     """Prevents an engine that holds tokens back for a load that is over, or that began with another pace."""
     made = scripted()
-    windows = itertools.count(step=2)  # a look at the clock closes a window
-    cpu = itertools.count()  # half of it is this process's
-    monkeypatch.setattr(stream_interval, "FEW_REQUESTS", 0)  # one is enough
-    interval = AdaptiveInterval(1, lambda: float(next(windows)), lambda: float(next(cpu)))
 
     async def scenario() -> None:
-        engine = await made.start(interval=interval)
+        engine = await made.start(interval=loaded_interval)
         made.executor.gate = gate = Semaphore(1)
         busy = Reader(engine, "busy")
         await until(lambda: engine.stream_interval() == 8)

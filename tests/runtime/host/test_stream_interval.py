@@ -1,7 +1,6 @@
 """Fewer messages with more tokens each: through the real server, over both transports, and at the edges."""
 
 import asyncio
-import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castline.engines.errors import EngineError
-from castline.runtime import stream_interval
 from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.client import Output
 from castline.runtime.events import FinishReason
@@ -81,19 +79,15 @@ def test_messages_have_that_many_tokens(scripted: Callable[..., Any], texts: Any
 
 @pytest.mark.parametrize("texts", [http_texts, grpc_texts])
 def test_messages_become_longer_in_flight_under_load(
-    scripted: Callable[..., Any], texts: Any, monkeypatch: pytest.MonkeyPatch
+    scripted: Callable[..., Any], texts: Any, loaded_interval: AdaptiveInterval
 ) -> None:
     """Prevents an interval that follows the load, and streams that keep the one they began with."""
     made = scripted()
     parts: list[str] = []
     metrics: list[str] = []
-    windows = itertools.count(step=2)  # a look at the clock closes a window
-    cpu = itertools.count()  # half of it is this process's
-    monkeypatch.setattr(stream_interval, "FEW_REQUESTS", 0)  # one is enough
-    interval = AdaptiveInterval(1, lambda: float(next(windows)), lambda: float(next(cpu)))
 
     async def scenario() -> None:
-        engine = await made.start(interval=interval)
+        engine = await made.start(interval=loaded_interval)
         made.executor.gate = Semaphore(1)
         async with serving(engine) as server:
             async for text in texts(server):
@@ -139,29 +133,34 @@ def add_part(choice: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
+ANY_PATH: list[dict[str, Any]] = [
+    {},
+    {"max_tokens": 1},
+    {"n": 2, "temperature": 3.0, "seed": 5},
+    {"stop": True},
+    {"stop": True, "n": 2, "logprobs": 2},
+    {"logprobs": 2, "temperature": 3.0, "seed": 5, "n": 2},
+    {"stop_token_ids": list(range(ord("a"), ord("f"))), "min_tokens": 12, "ignore_eos": False},
+    {"frequency_penalty": 1.5, "seed": 1, "temperature": 2.0},
+]
+COMPLETIONS_ONLY: list[dict[str, Any]] = [
+    {"echo": True, "logprobs": 1, "n": 2},
+    {"prompt": ["ab", "xyz", "qqq"], "n": 2, "temperature": 3.0, "seed": 5},
+]
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("path", "fields"),
     [
-        {},
-        {"max_tokens": 1},
-        {"n": 2, "temperature": 3.0, "seed": 5},
-        {"stop": True},
-        {"stop": True, "n": 2, "logprobs": 2},
-        {"logprobs": 2, "temperature": 3.0, "seed": 5, "n": 2},
-        {"stop_token_ids": list(range(ord("a"), ord("f"))), "min_tokens": 12, "ignore_eos": False},
-        {"echo": True, "logprobs": 1, "n": 2},
-        {"prompt": ["ab", "xyz", "qqq"], "n": 2, "temperature": 3.0, "seed": 5},
-        {"frequency_penalty": 1.5, "seed": 1, "temperature": 2.0},
+        *(("/v1/completions", fields) for fields in ANY_PATH + COMPLETIONS_ONLY),
+        *(("/v1/chat/completions", fields) for fields in ANY_PATH),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_an_answer_is_its_stream_put_together(scripted: Callable[..., Any], path: str, fields: dict[str, Any]) -> None:
     """Prevents answers for which the engine process held tokens back from losing some, or counting others."""
     made = scripted(max_num_seqs=4)
     chat = path != "/v1/completions"
-    if chat and ("echo" in fields or "prompt" in fields):
-        pytest.skip("a chat has neither")
     fields = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, **fields}
     stops = fields.pop("stop", False)
     if not chat:
