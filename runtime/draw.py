@@ -1,6 +1,6 @@
 """A token from each row's distribution, by inverting its cumulative distribution at one uniform number a row.
 
-The reference of castline.plugins.cpu.sampling, which does the same in native code, and what runs where there is none.
+The reference of castline.plugins.cpu.sampling, which does the same in native code and is what serves.
 
 One number a row, and arithmetic that never mixes rows: a row's token does not depend on its neighbours. Truncation
 goes in the order of transformers and llama.cpp: temperature, top-k, top-p (of what top-k left), min-p. Each keeps a

@@ -51,7 +51,8 @@ class LoadOptions:
     """Exactly this many KV blocks, whatever the memory utilization."""
     threads: int | None = None
     speculation: str = "auto"
-    """Whether to guess tokens ahead by prompt lookup: "auto", where it pays, or "off". It changes no token.
+    """Whether to guess tokens ahead by prompt lookup: "auto", where it pays, or "off". It changes no token,
+    but for near ties where steps of many tokens run wide kernels (matrix units), as larger batches do.
 
     It never pays on a GPU: the logits of every guess would have to cross the bus, and nothing could run ahead."""
     max_drafts: int | None = None

@@ -20,6 +20,7 @@ from castline.runtime.loader import (
     plan_engine,
 )
 from castline.runtime.step_profile import DEFAULT_STEPS, ProfileOptions
+from castline.runtime.stream_interval import FEW_REQUESTS, INTERVALS, MAX_SHARE
 from castline.server.options import Endpoints, ServerOptions
 
 if TYPE_CHECKING:
@@ -100,8 +101,9 @@ class StreamIntervalChoice(click.ParamType):  # type: ignore[type-arg]
     default="auto",
     show_default=True,
     metavar="N|auto",
-    help="Tokens of a streamed message; the first token goes at once. auto: one, and up to 8 while serving would take "
-    "more than 5 % of the machine's CPU time otherwise.",
+    help="Tokens of a streamed message; the first token goes at once. auto: one, and up to "
+    f"{INTERVALS[-1]} while serving more than {FEW_REQUESTS} requests would take more than {MAX_SHARE:.0%} of the "
+    "machine's CPU time otherwise.",
 )
 @click.option("--allow-unverified", is_flag=True, help="Serve an engine that did not pass its parity check.")
 @click.option("--verify-files", is_flag=True, help="Hash every file of the engine first.")
