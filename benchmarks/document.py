@@ -90,7 +90,7 @@ def _introduction(results: Results) -> str:
         if report.unavailable:
             not_run.setdefault(report.unavailable, []).append(report.label)
     if not_run:
-        reasons = [f"- {', '.join(labels)}: {reason}" for reason, labels in not_run.items()]
+        reasons = [f"- {'; '.join(labels)}: {reason}" for reason, labels in not_run.items()]
         lines.append("\n".join(["Known to the benchmark and not run:\n", *reasons]))
     shares = [sample.others_share for sample in results.samples if sample.seconds]
     worst = max([results.noise_before, *shares])

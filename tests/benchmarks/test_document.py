@@ -100,7 +100,7 @@ def test_what_was_not_run_is_named(results: Results) -> None:
         report.unavailable = "not asked for"
     text = document(results)
     assert "by `python -m benchmarks --systems castline,fine` in" in text
-    assert "Known to the benchmark and not run:\n\n- coarse's label, fine's label: not asked for\n" in text
+    assert "Known to the benchmark and not run:\n\n- coarse's label; fine's label: not asked for\n" in text
     assert "**coarse's label**" not in text
 
 
