@@ -18,6 +18,8 @@ comparison       medians, spreads, ratios, the best peer, the targets
 results          the JSON document of a run
 runner           rounds, interleaved between the systems
 document         docs/performance.md
+headline         of the document: castline against the best peer, and alone
+wording          of the document: tables, figures, labels with their quality
 picture          docs/performance.png
 ===============  ==========================================================================
 """

@@ -1,13 +1,18 @@
 """``python -m benchmarks``: options, then preparation, rounds, and the document."""
 
+import shlex
 import signal
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from benchmarks import bandwidth, model
+from benchmarks.bandwidth import Bandwidth
 from benchmarks.document import write_document
 from benchmarks.errors import Unavailable
 from benchmarks.machine import QUIET_SHARE, Machine, noise
@@ -19,10 +24,13 @@ from benchmarks.runner import Runner
 from benchmarks.settings import Settings, num_threads
 from benchmarks.systems.base import Context
 from benchmarks.systems.castline import Castline
-from benchmarks.systems.catalogue import DEFAULT_PEERS, NAMES, PEERS, entries_of, systems_of_peers
+from benchmarks.systems.catalogue import DEFAULT_PEERS, ENTRIES, NAMES, PEERS, entries_of, systems_of_peers
 from benchmarks.workloads import WORKLOADS, Draw, cells_of
 
 W1_MEAN_CONTEXT = 128 + 64
+PLACES = ("work", "docs")
+"""Options that say where things are kept: no figure depends on them."""
+NOT_ASKED = "not asked for"
 
 
 def _names(text: str | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
@@ -34,6 +42,33 @@ def _names(text: str | None, known: tuple[str, ...], option: str) -> tuple[str, 
         if name not in known:
             raise click.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
     return names
+
+
+def command_line(context: click.Context) -> str:
+    """What was given, without PLACES."""
+    words = ["python", "-m", "benchmarks"]
+    for option in context.command.params:
+        name = option.name or ""
+        if name in PLACES or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[name]
+        words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
+    return shlex.join(words)
+
+
+def not_asked(chosen: tuple[str, ...]) -> list[SystemReport]:
+    """Of the systems that the catalogue knows besides."""
+    usual = systems_of_peers(DEFAULT_PEERS)
+    return [
+        SystemReport(
+            entry.name,
+            entry.label,
+            entry.family,
+            unavailable=f"{NOT_ASKED}, though the default run has it" if entry.name in usual else NOT_ASKED,
+        )
+        for entry in ENTRIES
+        if entry.name not in chosen
+    ]
 
 
 @click.command(context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]})
@@ -60,7 +95,9 @@ def _names(text: str | None, known: tuple[str, ...], option: str) -> tuple[str, 
 )
 @click.option("--prepare", "only_prepare", is_flag=True, help="Install, convert and check; measure nothing.")
 @click.option("--render", "only_render", is_flag=True, help="Make the document again from its performance.json.")
+@click.pass_context
 def main(
+    invocation: click.Context,
     peers: str | None,
     systems: str | None,
     workloads: str | None,
@@ -98,13 +135,13 @@ def main(
     context = Context(settings, model.prepare(settings.models / "source", settings.logs / "source.log"))
     ready, reports = prepare_all(entries_of(chosen), context)
     if not only_prepare:
-        results = measure(context, ready, reports)
+        results = measure(context, ready, [*reports, *not_asked(chosen)], command_line(invocation))
         docs.mkdir(parents=True, exist_ok=True)
         write_results(docs / "performance.json", results)
         render(results, docs)
 
 
-def measure(context: Context, ready: list[Prepared], reports: list[SystemReport]) -> Results:
+def measure(context: Context, ready: list[Prepared], reports: list[SystemReport], command: str) -> Results:
     """The rounds. Interrupted, what they had measured."""
     settings, source = context.settings, context.source
     results = Results(
@@ -115,12 +152,15 @@ def measure(context: Context, ready: list[Prepared], reports: list[SystemReport]
         machine=Machine.here(),
         systems=reports,
         noise_before=warn_of_noise(),
+        command=command,
     )
-    measure_machine(results, settings, ready)
+    read = bandwidth_reader(settings)
+    measure_machine(results, read, ready)
+    beside = None if read is None else partial(read, num_threads())
     texts = tuple(tuple(passage) for passage in source.passages if len(passage) >= 128)
     draw = Draw(source.vocabulary, texts, settings.seed, 0, settings.quick)
     try:
-        Runner(settings, ready, cells_of(settings.workloads), results, draw).run()
+        Runner(settings, ready, cells_of(settings.workloads), results, draw, beside).run()
     except KeyboardInterrupt:
         click.echo("interrupted: the document has what was measured", err=True)
     return results
@@ -133,11 +173,21 @@ def warn_of_noise() -> float:
     return share
 
 
-def measure_machine(results: Results, settings: Settings, ready: list[Prepared]) -> None:
+Read = Callable[[int], list[Bandwidth]]
+"""Measures the read bandwidth with so many threads."""
+
+
+def bandwidth_reader(settings: Settings) -> Read | None:
     try:
-        results.bandwidths = bandwidth.measure(settings.work, num_threads())
+        return partial(bandwidth.measure, bandwidth.load_reader(settings.work))
     except Unavailable as error:
         click.echo(f"warning: {error}", err=True)
+        return None
+
+
+def measure_machine(results: Results, read: Read | None, ready: list[Prepared]) -> None:
+    if read is not None:
+        results.bandwidths = [measured for threads in sorted({1, num_threads()}) for measured in read(threads)]
     for measured in results.bandwidths:
         size = f"{measured.buffer_bytes >> 20} MiB"
         click.echo(f"read bandwidth, {size}, {measured.threads} threads: {measured.gb_per_s:.1f} GB/s", err=True)

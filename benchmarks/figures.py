@@ -69,29 +69,34 @@ def prefill_figures(outcome: Outcome) -> Figures:
 def long_prompt_figures(outcome: Outcome) -> Figures:
     """The long prompt's own wait, and what the streams felt between its start and its first token.
 
-    A gap counts where any part of it lies in that window. The rate is a stream's own, the median over the streams.
+    A gap is between two messages of a stream, which may carry several tokens. It lies in that window where any part of
+    it does; all others are of the streams alone. The rate is a stream's own, the median over the streams.
     """
     late = outcome.late
     if late is None or late.first_token is None:
         raise JobFailed("the long prompt was never sent: the streams had ended before")
     begin, end = late.started, late.first_token
-    rates, gaps = [], []
+    rates, gaps, alone = list[float](), list[float](), list[float]()
     for record in outcome.records:
         times = arrivals(record)
         per_arrival = record.output_tokens / len(times)
         rates.append(sum(begin < time <= end for time in times) * per_arrival / (end - begin))
-        gaps += [later - earlier for earlier, later in pairwise(times) if later > begin and earlier < end]
+        for earlier, later in pairwise(times):
+            (gaps if later > begin and earlier < end else alone).append(later - earlier)
     if not gaps:
         raise JobFailed("the streams had ended before the long prompt began")
     if max(arrivals(record)[-1] for record in outcome.records) < end:
         raise JobFailed("the streams ended before the long prompt had its first token: nothing was decoded beside it")
-    return {
+    figures = {
         "long_ttft_s": end - begin,
         "stream_tok_s": median(rates),
-        "gap_p50_ms": median(gaps) * 1e3,
         "gap_max_ms": max(gaps) * 1e3,
-        "gap_ratio": max(gaps) / median(gaps),
     }
+    for name, some in (("gap", gaps), ("gap_alone", alone)):
+        typical = median(some) if some else 0.0
+        if typical > 0:  # messages that come in one piece have no gap between them
+            figures |= {f"{name}_p50_ms": typical * 1e3, f"{name}_ratio": max(gaps) / typical}
+    return figures
 
 
 BY_WORKLOAD: dict[str, Callable[[Outcome], Figures]] = {

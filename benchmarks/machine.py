@@ -21,6 +21,14 @@ FEATURES = (
     "amx_int8",
     "amx_bf16",
 )
+ABILITIES = {
+    "matrix units (AMX)": ("amx_int8", "amx_bf16"),
+    "8-bit dot products (VNNI)": ("avx512_vnni", "avx_vnni"),
+    "bf16 dot products (AVX512_BF16)": ("avx512_bf16",),
+    "half-precision arithmetic (AVX512_FP16)": ("avx512_fp16",),
+}
+"""What a processor has in plain words, of the features that each goes by."""
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 QUIET_SHARE = 0.06
 """Of the processors' time: others' work above this is worth a warning."""
 
@@ -34,6 +42,8 @@ class Machine:
     memory_gib: float
     system: str
     python: str
+    huge_pages: str | None = None
+    """Which processes get transparent huge pages: ``always``, ``madvise``, ``never``; None where it is not known."""
 
     @classmethod
     def here(cls) -> "Machine":
@@ -48,12 +58,25 @@ class Machine:
             memory_gib=memory_kib / 2**20,
             system=platform.platform(),
             python=platform.python_version(),
+            huge_pages=_chosen(HUGE_PAGES),
         )
+
+    def has(self, ability: str) -> bool:
+        """*ability*: of ABILITIES."""
+        return any(feature in self.features for feature in ABILITIES[ability])
 
 
 def _field(text: str, name: str) -> str:
     match = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
     return match.group(1).strip() if match else "unknown"
+
+
+def _chosen(setting: Path) -> str | None:
+    """The word in brackets of a file that lists all choices."""
+    if not setting.exists():
+        return None
+    match = re.search(r"\[(\w+)\]", setting.read_text())
+    return match.group(1) if match else None
 
 
 def _caches() -> dict[str, str]:

@@ -12,6 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from benchmarks.comparison import Spread
 from benchmarks.results import Results, SystemReport
 from benchmarks.systems.catalogue import SPECULATIVE
+from benchmarks.wording import kl_text
 from benchmarks.workloads import CONCURRENCIES
 
 COLORS = ("#c0392b", "#e59866", "#1f6f8b", "#6fb1c7", "#9b59b6", "#2e7d4f", "#7f8c8d", "#b8860b", "#34495e", "#95a5a6")
@@ -103,8 +104,7 @@ def _legend(axis: Any, systems: Sequence[SystemReport]) -> None:
     axis.axis("off")
     step = min(0.18, 1 / len(systems))
     for line, report in enumerate(systems):
-        kl = report.quality.mean_kl
-        text = f"{report.label}\n(mean KL {kl:.4f})" if kl is not None else report.label
+        text = f"{report.label}\n({kl_text(report.quality)})"
         y = 0.95 - step * line
         axis.text(0.02, y, "●", color=_color(line), fontsize=13, va="center", transform=axis.transAxes)
         axis.text(0.09, y, text, fontsize=8, va="center", transform=axis.transAxes)

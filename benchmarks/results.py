@@ -10,7 +10,10 @@ from benchmarks.comparison import Spread
 from benchmarks.machine import Machine
 from benchmarks.quality import Quality
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+OLDEST_SCHEMA = 1
+"""Without the command line, systems that were not asked for, bandwidths beside samples, and huge pages: these have
+defaults, and the document says what it does not know."""
 
 
 @dataclass(slots=True)
@@ -43,6 +46,8 @@ class Sample:
     others_share: float = 0.0
     """Of the processors' time, taken by others meanwhile."""
     failure: str | None = None
+    bandwidths: tuple[Bandwidth, ...] = ()
+    """Of castline's W1: read right before and after it, by as many threads; of each buffer the faster of the two."""
 
 
 @dataclass(slots=True)
@@ -53,13 +58,17 @@ class Results:
     quick: bool
     machine: Machine
     systems: list[SystemReport]
+    """All that the catalogue knows."""
     bandwidths: list[Bandwidth] = field(default_factory=list)
+    """Before the first round, with one thread and with all."""
     roofline: Roofline | None = None
     noise_before: float = 0.0
     """Share of the processors' time that others took before the first round."""
     seconds: float = 0.0
     """Of the measured rounds."""
     samples: list[Sample] = field(default_factory=list)
+    command: str = ""
+    """The command line, without where things are kept; empty where it is not known."""
     schema_version: int = SCHEMA_VERSION
 
     def system(self, name: str) -> SystemReport:
@@ -101,6 +110,7 @@ def read_results(path: Path) -> Results:
         results = msgspec.json.decode(path.read_bytes(), type=Results)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} has no results of a run: {error}") from None
-    if results.schema_version != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema {results.schema_version}, this reads {SCHEMA_VERSION}: run again")
+    if not OLDEST_SCHEMA <= results.schema_version <= SCHEMA_VERSION:
+        known = f"{OLDEST_SCHEMA} to {SCHEMA_VERSION}"
+        raise ValueError(f"{path} has schema {results.schema_version}, this reads {known}: run again")
     return results

@@ -6,9 +6,10 @@ two systems' figures of a cell lie seconds apart, and no idle system takes time.
 
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+from benchmarks.bandwidth import Bandwidth, fastest
 from benchmarks.comparison import METRICS, of_equal_quality, worth_repeating
 from benchmarks.errors import JobFailed, Unavailable
 from benchmarks.figures import Figures, figures_of, require_complete
@@ -37,6 +38,8 @@ class Runner:
     cells: Sequence[Cell]
     results: Results
     draw: Draw
+    read_bandwidth: Callable[[], Sequence[Bandwidth]] | None = None
+    """Measures it now, with all threads; None where that is not possible."""
     _sessions: dict[str, Session] = field(default_factory=dict)
     _ladder_ended: dict[str, str] = field(default_factory=dict)
     _out: dict[str, str] = field(default_factory=dict)
@@ -104,6 +107,7 @@ class Runner:
         if session is None:
             self._add(Sample(number, system.name, cell.name, {}, 0.0, 0.0, f"not run: {self._out[system.name]}"))
             return
+        readings = self._readings(cell, prepared)
         session.group.resume()
         try:
             if cell.job is None:
@@ -112,11 +116,20 @@ class Runner:
                 sample = self._measure(number, cell, prepared, session, cell.job(draw))
         except JobFailed as error:
             sample = Sample(number, system.name, cell.name, {}, 0.0, 0.0, str(error))
-        self._add(sample)
-        if session.group.alive:
+        alive = session.group.alive
+        if alive:
             session.group.suspend()
-        else:
+        if sample.values:
+            sample = replace(sample, bandwidths=fastest([*readings, *self._readings(cell, prepared)]))
+        self._add(sample)
+        if not alive:
             self._drop(prepared, f"it ended in {cell.name}")
+
+    def _readings(self, cell: Cell, prepared: Prepared) -> Sequence[Bandwidth]:
+        """What castline's W1 is held against, while nothing runs: a minute later the machine may be another."""
+        if self.read_bandwidth is None or (prepared.system.name, cell.name) != (CASTLINE, "W1"):
+            return ()
+        return self.read_bandwidth()
 
     def _measure(self, number: int, cell: Cell, prepared: Prepared, session: Session, job: Job) -> Sample:
         before, own, theirs = CpuTimes.now(), own_cpu_seconds(), session.group.cpu_seconds()
@@ -189,6 +202,7 @@ class Runner:
         self.results.samples.append(sample)
         figures = ", ".join(f"{key} {value:.4g}" for key, value in sample.values.items())
         others = f"  (others {sample.others_share:.0%})" if sample.others_share > 0.05 else ""
+        figures += "".join(f", {measured.gb_per_s:.1f} GB/s" for measured in sample.bandwidths)
         print(
             f"[{sample.round + 1}] {sample.cell:12} {sample.system:24} {figures or sample.failure}{others}",
             file=sys.stderr,

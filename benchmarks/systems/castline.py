@@ -15,6 +15,8 @@ from benchmarks.sessions import HttpSession
 from benchmarks.settings import ROOT
 from benchmarks.systems.base import System
 from castline.engines.manifest import MANIFEST_NAME, Manifest, read_manifest
+from castline.runtime.huge_pages import available
+from castline.runtime.stream_interval import FEW_REQUESTS, INTERVALS, MAX_SHARE
 
 CASTLINE = [sys.executable, "-m", "castline"]
 MODEL = "smollm2"
@@ -56,6 +58,7 @@ class Castline(System):
             "built by": f"castline build demo (tuned: {'yes' if manifest.tuning.measured else 'no'})",
             "served by": " ".join(["castline run", *self._options()]),
             "threads": str(manifest.tuning.num_threads),
+            **serving(self.variant),
         }
 
     def start(self) -> HttpSession:
@@ -83,6 +86,16 @@ class Castline(System):
 
     def _options(self) -> list[str]:
         return [SPECULATION, self.variant] if has_speculation() else []
+
+
+def serving(speculation: str) -> dict[str, str]:
+    """What of `castline run` the figures follow from, options that are left at their defaults among it."""
+    return {
+        "speculation": "off" if speculation == "off" else f"on ({speculation}: where it pays)",
+        "stream interval": f"auto: a token a message until serving more than {FEW_REQUESTS} requests takes "
+        f"{MAX_SHARE * 100:g} % of the CPU time, then up to {INTERVALS[-1]}; gaps and message counts follow from it",
+        "huge pages": f"auto: {'weights and heap move into them while it serves' if available() else 'none here'}",
+    }
 
 
 @functools.cache

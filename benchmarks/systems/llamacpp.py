@@ -21,6 +21,10 @@ TARGETS = ("llama-server", "llama", "mtmd")
 SLOTS = 32
 SLOT_TOKENS = 4608
 """Of each slot: room for the long prompt of W4."""
+KV_TEXT = (
+    f"f16; all {SLOTS * SLOT_TOKENS:,} cells are reserved at the start and resident: {SLOTS} slots of {SLOT_TOKENS:,} "
+    "tokens, for W4's prompt must fit any slot; without them its memory is W8's “less the KV pool”"
+)
 CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=ON",
@@ -65,7 +69,7 @@ class LlamaCpp(System):
             + ("the given file" if self.gguf == self.context.source.gguf else "llama_model_quantize of the given file"),
             "built with": "GGML_NATIVE=ON, Release",
             "served by": " ".join(["llama-server", *self._options()]),
-            "KV": "f16",
+            "KV": KV_TEXT,
         }
 
     def start(self) -> HttpSession:

@@ -53,6 +53,26 @@ def test_long_prompt_sees_only_its_window() -> None:
     assert figures["gap_p50_ms"] == pytest.approx(500)
     assert figures["gap_max_ms"] == pytest.approx(500)
     assert figures["gap_ratio"] == pytest.approx(1)
+    assert figures["gap_alone_p50_ms"] == pytest.approx(100)
+    assert figures["gap_alone_ratio"] == pytest.approx(5)
+
+
+def test_gaps_before_and_after_are_one_kind() -> None:
+    """Prevents a slow end from counting for the window, or from being left out of what is normal."""
+    stream = record(0, 0.0, 0.0, (0.1,) * 9 + (2.0,) + (0.3,) * 12)
+    figures = long_prompt_figures(Outcome(0.0, (stream,), record(8, 1.0, 2.5, (), 4000)))
+    assert figures["gap_max_ms"] == pytest.approx(2000)
+    assert figures["gap_alone_p50_ms"] == pytest.approx(300)
+    assert figures["gap_alone_ratio"] == pytest.approx(2.0 / 0.3)
+
+
+@pytest.mark.parametrize("before", [(), (0.0, 0.0, 0.0)])
+def test_no_usual_gap_no_ratio_to_it(before: tuple[float, ...]) -> None:
+    """A stream may have no gap outside the window, or messages that came in one piece: its other figures stand."""
+    stream = record(0, 0.0, 0.0, (*before, 1.0, 1.0))
+    figures = long_prompt_figures(Outcome(0.0, (stream,), record(8, 0.5, 1.5, (), 4000)))
+    assert figures["gap_ratio"] == 1
+    assert not figures.keys() & {"gap_alone_ratio", "gap_alone_p50_ms"}
 
 
 def test_a_gap_that_spans_the_window_counts() -> None:

@@ -9,8 +9,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks.bandwidth import Bandwidth, Roofline, load_reader
-from benchmarks.machine import CpuTimes, Machine
+from benchmarks import bandwidth
+from benchmarks.bandwidth import Bandwidth, Roofline, fastest, load_reader, measure
+from benchmarks.machine import ABILITIES, FEATURES, CpuTimes, Machine
 from benchmarks.processes import Group, MemoryPiece, parse_memory
 from benchmarks.quality import compare
 from benchmarks.roofline import weight_bytes
@@ -94,6 +95,21 @@ def test_machine_is_described() -> None:
     assert machine.cores >= 1
     assert machine.memory_gib > 0.1
     assert machine.cpu
+    assert machine.huge_pages in (None, "always", "madvise", "never")
+
+
+def test_huge_pages_are_the_chosen_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file lists every choice, of which the first is not the one in force; some systems have no such file."""
+    path = tmp_path / "enabled"
+    monkeypatch.setattr("benchmarks.machine.HUGE_PAGES", path)
+    assert Machine.here().huge_pages is None
+    path.write_text("always [madvise] never\n")
+    assert Machine.here().huge_pages == "madvise"
+
+
+def test_abilities_are_of_features_that_are_looked_for() -> None:
+    """A flag that `features` never holds would be called missing on every machine."""
+    assert {flag for flags in ABILITIES.values() for flag in flags} <= set(FEATURES)
 
 
 def test_roofline_counts_what_a_step_reads() -> None:
@@ -126,6 +142,21 @@ def test_bandwidth_reads_every_byte(tmp_path: Path) -> None:
     words = np.random.default_rng(0).integers(0, 2**40, 4096, np.uint64)
     total = load_reader(tmp_path).read_all(words.ctypes.data, words.size)
     assert total == int(words.sum())
+
+
+def test_bandwidth_is_of_both_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reading is one figure for each buffer, of as many threads as asked."""
+    monkeypatch.setattr(bandwidth, "PASSES", {1 << 20: 3, 4 << 20: 2})
+    measured = measure(load_reader(tmp_path), 2)
+    assert [(one.threads, one.buffer_bytes) for one in measured] == [(2, 1 << 20), (2, 4 << 20)]
+    assert all(one.gb_per_s > 0 for one in measured)
+
+
+def test_fastest_of_each_buffer() -> None:
+    """A small buffer in a cache must not become the roof of what is read from memory."""
+    before = [Bandwidth(2, 64, 50.0), Bandwidth(2, 1024, 20.0)]
+    after = [Bandwidth(2, 64, 40.0), Bandwidth(2, 1024, 30.0)]
+    assert fastest([*before, *after]) == (before[0], after[1])
 
 
 def test_roofline_share() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bandwidth import Bandwidth
 from benchmarks.errors import JobFailed, Unavailable
 from benchmarks.figures import Outcome
 from benchmarks.machine import Machine
@@ -166,6 +167,30 @@ def test_only_the_measured_system_runs(make_runner: MakeRunner, diary: Diary) ->
         else:
             assert running == {name}
     assert running == set()
+
+
+def test_bandwidth_is_read_beside_our_first_workload(make_runner: MakeRunner, diary: Diary) -> None:
+    """Right before and after castline's W1, in every round, with nothing running; the faster reading is kept."""
+    rates = iter([20.0, 30.0, 50.0, 40.0])
+    running: set[str] = set()
+
+    def read() -> list[Bandwidth]:
+        for name, event in diary:
+            (running.add if event in ("start", "resume") else running.discard)(name)
+        assert running == set()
+        diary.append(("bandwidth", "read"))
+        return [Bandwidth(2, 1 << 30, next(rates))]
+
+    runner = make_runner({"castline": {}, "a": {}}, ["W1", "W2"])
+    runner.read_bandwidth = read
+    runner.run()
+    beside = {(s.round, s.system, s.cell): s.bandwidths for s in runner.results.samples if s.bandwidths}
+    assert beside == {
+        (0, "castline", "W1"): (Bandwidth(2, 1 << 30, 30.0),),
+        (1, "castline", "W1"): (Bandwidth(2, 1 << 30, 50.0),),
+    }
+    first = diary.index(("bandwidth", "read"))
+    assert [event for _, event in diary[first : first + 5]] == ["read", "resume", "run 3", "suspend", "read"]
 
 
 def test_start_and_memory_are_measured_each_round(make_runner: MakeRunner) -> None:
