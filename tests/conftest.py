@@ -36,6 +36,7 @@ LONGEST_FIRST = [
         "builder/tensorrt/test_kernel_variants.py",
         "builder/tensorrt/test_plan.py",
         "gpu/test_checks.py",
+        "builder/test_instruction_sets.py",
         "builder/test_architectures.py",
         "plugins/test_native_equals_reference.py",
         "runtime/tensorrt/test_random_steps.py",

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from castline.engines.errors import EngineError
 from castline.plugins.contract import CPU_KV_DTYPES, AttentionAttributes, KvDtypeCode, QkNorm, kv_pool_name
-from castline.plugins.cpu.library import PLUGIN_NAME, active_isa, has_wide_kernels, library_path
+from castline.plugins.cpu.library import PLUGIN_NAME, active_isa, has_wide_kernels
 from castline.plugins.cpu.linear_model import (
     IDS,
     SCALES,
@@ -20,6 +20,7 @@ from castline.plugins.cpu.linear_model import (
     serialise_linear_model,
 )
 from castline.plugins.cpu.node_model import block_bytes, serialise_node_model
+from castline.plugins.cpu.session import SessionOptions, native_options
 from castline.plugins.linear import (
     LINEAR_GROUPS,
     Activation,
@@ -146,9 +147,7 @@ def _compare(what: str, model: bytes, feeds: Mapping[str, NDArray[Any]], expecte
 
 
 def _run(model: bytes, feeds: Mapping[str, NDArray[Any]]) -> Floats:
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(str(library_path()))
-    options.intra_op_num_threads = 1
+    options = native_options(SessionOptions(num_threads=1))
     try:
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         return np.asarray(session.run(None, dict(feeds))[0])

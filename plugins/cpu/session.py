@@ -19,6 +19,8 @@ from castline.plugins.cpu.operator_profile import OperatorRun, read_profile
 from castline.plugins.cpu.step_binding import StepBinding
 
 _ERROR_LEVEL: Final = 3
+_NUM_THREADS: Final = "castline.num_threads"
+"""What the plugin reads of a session's configuration (native/plugin.cpp)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class SessionOptions:
     """How a session runs."""
 
     num_threads: int = 0
-    """Threads of a step, the caller's included; 0 takes one a physical core."""
+    """Threads of a step, the caller's included, for which nodes cut their work; 0 takes one a physical core, and nodes
+    cut their work as for one a hardware thread."""
     spinning: bool = True
     """Threads wait for the next node of a running step by spinning (1.6 times faster at batch 1). Between steps they
     always sleep, so that an idle engine uses no CPU and the server's own threads have the cores."""
@@ -169,9 +172,11 @@ class CpuSession:
 def native_options(options: SessionOptions) -> Any:
     """ONNX Runtime's own options for *options*, with the plugin registered; what is timed runs as what is served."""
     native = onnxruntime.SessionOptions()
-    native.register_custom_ops_library(str(library_path()))
     native.log_severity_level = _ERROR_LEVEL
     native.intra_op_num_threads = options.num_threads
+    if options.num_threads > 0:
+        native.add_session_config_entry(_NUM_THREADS, str(options.num_threads))
+    native.register_custom_ops_library(str(library_path()))  # which reads the number
     native.inter_op_num_threads = 1
     native.add_session_config_entry("session.intra_op.allow_spinning", "1" if options.spinning else "0")
     native.add_session_config_entry("session.force_spinning_stop", "1")

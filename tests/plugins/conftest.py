@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, QkNorm
-from castline.plugins.cpu.library import library_path
 from castline.plugins.cpu.node_model import block_bytes, serialise_node_model
+from castline.plugins.cpu.session import SessionOptions, native_options
 from castline.plugins.reference import AttentionInputs, ReferencePool, paged_attention
 
 Floats = NDArray[np.float32]
@@ -34,11 +34,8 @@ def isa_environment(isa: str | None) -> Iterator[None]:
 
 
 def open_session(model: bytes, threads: int = 1) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(str(library_path()))
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.log_severity_level = 4
+    options = native_options(SessionOptions(num_threads=threads))
+    options.log_severity_level = 4  # fatal: errors are what some tests are about
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 

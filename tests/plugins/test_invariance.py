@@ -1,6 +1,7 @@
 """A row's result depends on its own query and keys alone: bit for bit, however the step is put together or cut up."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from castline.plugins.contract import CPU_KV_DTYPES, AttentionAttributes, KvDtyp
 from castline.plugins.cpu.library import available_isas
 
 LENGTH = 530  # three key tiles
+LONG = 4000  # sixteen
 
 
 def by_token(output, steps):
@@ -96,3 +98,19 @@ def test_work_partition(tools, isa_and_attributes, change, threads) -> None:
     expected = run(tools, attributes, steps, isa)
     values = {name: getattr(attributes, name) for name in AttentionAttributes.__slots__}
     assert_same(run(tools, AttentionAttributes(**values | change), steps, isa, threads), expected)
+
+
+def test_number_of_threads(tools, isa_and_attributes) -> None:
+    """Where work is scarce, the keys that one item takes follow from the number of threads: here all of them, then 4
+    tiles, 2 and 1."""
+    isa, attributes = isa_and_attributes
+    sequences = tools.Sequences(attributes, [LONG, 40], seed=5)
+    before = tools.Node(replace(attributes, window=1), sequences.num_blocks, isa)  # writes the same keys, sooner
+    before(sequences.step([(0, LONG - 1), (0, 39)]))
+    outputs = []
+    for threads in (1, 2, 3, 7):
+        node = tools.Node(replace(attributes, window=0), sequences.num_blocks, isa, threads)
+        node.pool[:] = before.pool
+        outputs.append(node(sequences.step([(LONG - 1, LONG), (39, 40)])))
+    for output in outputs[1:]:
+        np.testing.assert_array_equal(output, outputs[0])

@@ -17,6 +17,7 @@ namespace {
 struct Kernel {
   Attributes attributes;
   const Kernels* kernels;
+  int workers;  // threads of the session
 };
 
 thread_local Buffer scratch_buffer;   // of the thread that runs an item
@@ -41,7 +42,7 @@ OrtStatus* append_all(const OrtApi* api, const Kernel& k, const OrtKernelContext
 OrtStatus* attend_all(const OrtApi* api, const Kernel& k, const OrtKernelContext* context, const Step& s) {
   const Attributes& a = k.attributes;
   Partition& p = partition_memory;
-  make_partition(a, s, k.kernels->item_rows, max_workers(), &p);
+  make_partition(a, s, k.kernels->item_rows, k.workers, &p);
 
   const size_t units = p.units.size();
   float* const partials = units ? partial_buffer.get<float>(p.partial_floats) : nullptr;
@@ -99,7 +100,8 @@ struct PagedAttention {
   static int input_type(int i) { return i < kKvPool ? ort::kFloat : i == kKvPool ? ort::kUint8 : ort::kInt32; }
   static bool is_optional(int i) { return i >= kCos && i <= kKNormWeight; }
 
-  static OrtStatus* create(const OrtApi* api, const OrtKernelInfo* info, Kernel* k) {
+  static OrtStatus* create(const OrtApi* api, const OrtKernelInfo* info, int workers, Kernel* k) {
+    k->workers = workers;
     if (OrtStatus* status = read_attributes(api, info, &k->attributes)) return status;
     std::string problem = check_attributes(k->attributes);
     if (problem.empty()) k->kernels = select_kernels(k->attributes.head_dim, &problem);
@@ -113,9 +115,6 @@ struct PagedAttention {
 
 }  // namespace
 
-const OrtCustomOp* paged_attention_op(const OrtApi* api) {
-  static const CustomOp op = make_custom_op<PagedAttention>(api);
-  return &op;
-}
+const OrtCustomOp* paged_attention_op(const OrtApi* api, int workers) { return custom_op<PagedAttention>(api, workers); }
 
 }  // namespace castline

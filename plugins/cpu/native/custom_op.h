@@ -4,13 +4,17 @@
 //                                           node may leave out all but the first
 //   input_type(i), is_optional(i)           an ort::ElementType; whether the node may leave input i out
 //   Kernel                                  what a node keeps, made by
-//   create(api, info, Kernel*)              a status, nullptr where all is well
+//   create(api, info, workers, Kernel*)     a status, nullptr where all is well; *workers*: threads of the session, for
+//                                           which a node cuts its work
 //   compute(api, const Kernel&, context)    the same, of one call
 #pragma once
 
 #include <climits>
 #include <exception>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <utility>
 
 #include "ort_abi.h"
 
@@ -18,6 +22,7 @@ namespace castline {
 
 struct CustomOp : OrtCustomOp {
   const OrtApi* api;
+  int workers;
 };
 
 // No exception may pass through the C interface.
@@ -39,10 +44,11 @@ struct KernelOf {
 
 template <class Definition>
 OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** out) {
-  const OrtApi* api = static_cast<const CustomOp*>(op)->api;
+  const auto& custom = *static_cast<const CustomOp*>(op);
+  const OrtApi* api = custom.api;
   return guarded(api, [&]() -> OrtStatus* {
     std::unique_ptr<KernelOf<Definition>> kernel(new KernelOf<Definition>{api, {}});
-    if (OrtStatus* status = Definition::create(api, info, &kernel->kernel)) return status;
+    if (OrtStatus* status = Definition::create(api, info, custom.workers, &kernel->kernel)) return status;
     *out = kernel.release();
     return nullptr;
   });
@@ -55,9 +61,10 @@ OrtStatus* compute_kernel(void* data, OrtKernelContext* context) {
 }
 
 template <class Definition>
-CustomOp make_custom_op(const OrtApi* api) {
+CustomOp make_custom_op(const OrtApi* api, int workers) {
   CustomOp op = {};
   op.api = api;
+  op.workers = workers;
   op.version = ort::kApiVersion;
   op.GetName = [](const OrtCustomOp*) { return Definition::kName; };
   op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
@@ -80,6 +87,18 @@ CustomOp make_custom_op(const OrtApi* api) {
   op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
   op.GetEndVersion = [](const OrtCustomOp*) { return INT_MAX; };
   return op;
+}
+
+// One operator for all sessions of a runtime that have as many threads. A node learns their number from its operator: it
+// belongs to the options that a session is opened with, whichever thread opens others meanwhile.
+template <class Definition>
+const OrtCustomOp* custom_op(const OrtApi* api, int workers) {
+  static std::mutex mutex;
+  static auto& made = *new std::map<std::pair<const OrtApi*, int>, CustomOp>;  // never destroyed: sessions may outlive it
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto place = made.find({api, workers});
+  if (place != made.end()) return &place->second;
+  return &made.emplace(std::make_pair(api, workers), make_custom_op<Definition>(api, workers)).first->second;
 }
 
 }  // namespace castline

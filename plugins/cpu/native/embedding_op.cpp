@@ -49,7 +49,7 @@ struct Embedding {
   static int input_type(int i) { return i == 0 ? ort::kInt64 : i == 1 ? ort::kUint8 : ort::kFloat16; }
   static bool is_optional(int) { return false; }
 
-  static OrtStatus* create(const OrtApi* api, const OrtKernelInfo* info, EmbeddingNode* node) {
+  static OrtStatus* create(const OrtApi* api, const OrtKernelInfo* info, int, EmbeddingNode* node) {
     const LinearAttributes& a = node->attributes;
     if (OrtStatus* status = read_embedding_attributes(api, info, &node->attributes)) return status;
     const std::string problem = check_attributes(a);
@@ -84,9 +84,6 @@ struct Embedding {
 
 }  // namespace
 
-const OrtCustomOp* embedding_op(const OrtApi* api) {
-  static const CustomOp op = make_custom_op<Embedding>(api);
-  return &op;
-}
+const OrtCustomOp* embedding_op(const OrtApi* api, int workers) { return custom_op<Embedding>(api, workers); }
 
 }  // namespace castline

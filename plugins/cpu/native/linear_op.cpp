@@ -19,6 +19,7 @@ struct LinearNode {
   LinearAttributes attributes;
   LinearChoice kernels;
   const SamplingKernels* maxima;
+  int workers;  // threads of the session
   Resident weight, scales;
 };
 
@@ -62,8 +63,8 @@ double multiply_adds(const LinearAttributes& a, int64_t rows) {
 
 // The units of a step in chunks, a few for each thread, so that one that comes late costs little.
 struct Chunks {
-  Chunks(const LinearAttributes& a, bool with_maxima) : units(castline::units(a)) {
-    const int64_t wanted = static_cast<int64_t>(kChunksPerWorker) * max_workers();
+  Chunks(const LinearNode& node, bool with_maxima) : units(castline::units(node.attributes)) {
+    const int64_t wanted = static_cast<int64_t>(kChunksPerWorker) * node.workers;
     const int64_t step = with_maxima ? kUnitsPerBlock : kUnitStep;
     size = (units + wanted - 1) / wanted;
     if (size > 1 || with_maxima) size = (size + step - 1) / step * step;
@@ -89,7 +90,7 @@ void find_maxima(const LinearAttributes& a, const LinearStep& s, const SamplingK
 OrtStatus* run_few_rows(const OrtApi* api, const LinearNode& node, const LinearKernels& kernels,
                         const OrtKernelContext* context, const LinearStep& s) {
   const LinearAttributes& a = node.attributes;
-  const Chunks chunks(a, s.maxima != nullptr);
+  const Chunks chunks(node, s.maxima != nullptr);
   const size_t bytes = kernels.prepared_bytes(a, s.rows);
   const uint64_t step = ++last_step;
   std::atomic<bool> out_of_memory{false};
@@ -139,7 +140,7 @@ OrtStatus* run_many_rows(const OrtApi* api, const LinearNode& node, const Linear
   uint8_t* const prepared = prepared_rows.get<uint8_t>(blocks.bytes * blocks.count);
   if (prepared == nullptr) throw std::bad_alloc();
   const auto clamp = [](int64_t x, int64_t low, int64_t high) { return std::min(std::max(x, low), high); };
-  const int64_t share = clamp(s.rows / (2 * max_workers()), 1, kRowStep / 2);  // rows that a thread takes at once
+  const int64_t share = clamp(s.rows / (2 * node.workers), 1, kRowStep / 2);  // rows that a thread takes at once
   const int64_t shares = (std::min(blocks.size, s.rows) + share - 1) / share;  // of a block
   const double cost = 8.0 * s.rows * a.k;
   OrtStatus* status = for_each(api, context, blocks.count * shares, cost, [&](size_t i) {
@@ -149,7 +150,7 @@ OrtStatus* run_many_rows(const OrtApi* api, const LinearNode& node, const Linear
     kernels.prepare(a, part, first, std::min(first + share, part.rows), prepared + block * blocks.bytes);
   });
   if (status != nullptr) return status;
-  const Chunks chunks(a, s.maxima != nullptr);
+  const Chunks chunks(node, s.maxima != nullptr);
   return for_each(api, context, blocks.count * chunks.count, multiply_adds(a, s.rows), [&](size_t i) {
     const int64_t block = i / chunks.count, chunk = i % chunks.count;
     const LinearStep part = blocks.at(a, s, block);
@@ -167,7 +168,8 @@ struct Linear {
   static int input_type(int i) { return i == 1 ? ort::kUint8 : i == 2 ? ort::kFloat16 : ort::kFloat; }
   static bool is_optional(int i) { return i >= 3; }
 
-  static OrtStatus* create(const OrtApi* api, const OrtKernelInfo* info, LinearNode* node) {
+  static OrtStatus* create(const OrtApi* api, const OrtKernelInfo* info, int workers, LinearNode* node) {
+    node->workers = workers;
     if (OrtStatus* status = read_linear_attributes(api, info, &node->attributes)) return status;
     std::string problem = check_attributes(node->attributes);
     if (problem.empty() && select_linear_kernels(&node->kernels, &problem)) node->maxima = select_sampling();
@@ -196,9 +198,6 @@ struct Linear {
 
 }  // namespace
 
-const OrtCustomOp* linear_op(const OrtApi* api) {
-  static const CustomOp op = make_custom_op<Linear>(api);
-  return &op;
-}
+const OrtCustomOp* linear_op(const OrtApi* api, int workers) { return custom_op<Linear>(api, workers); }
 
 }  // namespace castline

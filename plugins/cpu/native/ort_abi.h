@@ -105,6 +105,13 @@ inline OrtStatus* output(const OrtApi* api, OrtKernelContext* context, size_t in
 }
 inline void release_status(const OrtApi* api, OrtStatus* status) { call<93, void>(api, status); }
 inline void release_shape(const OrtApi* api, OrtTensorTypeAndShapeInfo* info) { call<99, void>(api, info); }
+// Whether an entry of the session's configuration is set, and its value: *size* is that of *out* with the last zero.
+inline OrtStatus* has_config(const OrtApi* api, const OrtSessionOptions* options, const char* key, int* out) {
+  return call<237>(api, options, key, out);
+}
+inline OrtStatus* config(const OrtApi* api, const OrtSessionOptions* options, const char* key, char* out, size_t* size) {
+  return call<238>(api, options, key, out, size);
+}
 // An initializer of the graph, where the input is one: *is_constant* is 1 and *out* lives as long as the session.
 inline OrtStatus* constant_input(const OrtApi* api, const OrtKernelInfo* info, size_t index, int* is_constant,
                                  const OrtValue** out) {

@@ -3,17 +3,10 @@
 
 #include <cstdlib>
 #include <new>
-#include <thread>
 
 #include "ort_abi.h"
 
 namespace castline {
-
-// Threads that a session can have at most, as far as sizes of work items go: the interface does not tell its number.
-inline int max_workers() {
-  static const int workers = static_cast<int>(std::thread::hardware_concurrency());
-  return workers > 0 ? workers : 1;
-}
 
 // Below this many multiply-adds, handing work to another thread costs more than it saves.
 constexpr double kInlineCost = 65536;

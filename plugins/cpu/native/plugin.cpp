@@ -1,13 +1,58 @@
 // What the library exports: the registration that ONNX Runtime calls, and what castline.plugins.cpu.library asks.
+#include <algorithm>
+#include <cstdlib>
 #include <initializer_list>
 #include <new>
 #include <string>
+#include <thread>
 
+#include "custom_op.h"
 #include "isa.h"
+#include "node_reader.h"
 #include "operators.h"
 #include "resident.h"
 
 #define CASTLINE_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace castline {
+namespace {
+
+// What castline.plugins.cpu.session puts into a session's configuration; the C interface does not tell a node how many
+// threads run it.
+constexpr const char* kThreads = "castline.num_threads";
+constexpr long kMostThreads = 1 << 16;
+
+// Threads of a session that is opened with *options*; the host's, where these do not say.
+OrtStatus* read_workers(const OrtApi* api, const OrtSessionOptions* options, int* workers) {
+  *workers = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  int is_set = 0;
+  if (OrtStatus* status = ort::has_config(api, options, kThreads, &is_set)) return status;
+  if (is_set == 0) return nullptr;
+  char text[16];
+  size_t size = sizeof text;
+  if (OrtStatus* status = ort::config(api, options, kThreads, text, &size)) return status;
+  char* end = text;
+  const long number = std::strtol(text, &end, 10);
+  if (end == text || *end != '\0' || number < 1 || number > kMostThreads) {
+    return invalid_argument(api, join(kThreads, " is '", text, "', not a number from 1 to ", kMostThreads));
+  }
+  *workers = static_cast<int>(number);
+  return nullptr;
+}
+
+OrtStatus* register_operators(const OrtApi* api, OrtSessionOptions* options) {
+  int workers = 0;
+  if (OrtStatus* status = read_workers(api, options, &workers)) return status;
+  OrtCustomOpDomain* domain = nullptr;
+  if (OrtStatus* status = ort::create_domain(api, "castline", &domain)) return status;
+  for (const auto op : {paged_attention_op, linear_op, embedding_op}) {
+    if (OrtStatus* status = ort::domain_add(api, domain, op(api, workers))) return status;
+  }
+  return ort::add_domain(api, options, domain);
+}
+
+}  // namespace
+}  // namespace castline
 
 // Raised with every change of the node's contract or of the block layout; castline.plugins.cpu.library holds its pair.
 CASTLINE_EXPORT const char* castline_plugin_version() { return "4"; }
@@ -33,14 +78,8 @@ CASTLINE_EXPORT size_t castline_move_weights(uint64_t group, size_t enough) {
 }
 
 CASTLINE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
-  using namespace castline::ort;
   // A runtime too old for this version answers nullptr and offers no table to report through; Python has checked first.
-  const OrtApi* api = base->GetApi(kApiVersion);
+  const OrtApi* api = base->GetApi(castline::ort::kApiVersion);
   if (api == nullptr) return nullptr;
-  OrtCustomOpDomain* domain = nullptr;
-  if (OrtStatus* status = create_domain(api, "castline", &domain)) return status;
-  for (const auto op : {castline::paged_attention_op, castline::linear_op, castline::embedding_op}) {
-    if (OrtStatus* status = domain_add(api, domain, op(api))) return status;
-  }
-  return add_domain(api, options, domain);
+  return castline::guarded(api, [&] { return castline::register_operators(api, options); });
 }

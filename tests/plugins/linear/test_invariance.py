@@ -40,7 +40,7 @@ def test_threads_and_blocks_of_rows(tools, linear_tools, isa, rows) -> None:
     expected = one(inputs)
     for row in (0, rows // 2, rows - 1):
         np.testing.assert_array_equal(one(rows_of(inputs, [row])), expected[[row]])
-    for threads in (2, 3):
+    for threads in (2, 3, 7):
         node = linear_tools.Node(tools, a, packed, residual=True, isa=isa, threads=threads)
         for _ in range(3):
             np.testing.assert_array_equal(node(inputs), expected)
