@@ -185,7 +185,7 @@ def lower(plan: Plan, choices: TuningChoices, model: ir.Model, log: BuildLog) ->
     """Stages quantize and lower, in place; what each step of the first did."""
     with log.stage("quantize") as stage:
         before = len(model.graph)
-        placed = quantize(model, choices.kernels)
+        placed = quantize(model, choices.kernels, plan.recipe.embedding_kernel)
         _detail(placed, log)
         linears = len(ours(model, LINEAR))
         stage.summary = (

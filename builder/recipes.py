@@ -33,6 +33,9 @@ class MatmulKernel:
         return self.format is not None
 
 
+FP32 = MatmulKernel("fp32", 32)
+
+
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """Gate of the parity report, against transformers in fp32; divergences in nats, agreement a share."""
@@ -51,6 +54,8 @@ class Recipe:
     tolerance: Tolerance
     """With fp32, bf16 or int8 KV blocks."""
     fp8_kv_tolerance: Tolerance = field(default=Tolerance(mean_kl=0.05, top1=0.90))
+    embedding_kernel: MatmulKernel = FP32
+    """How an embedding is stored that no matmul reads: a format of Linear, or fp32."""
     needs_grid: bool = False
     """Only for weights that are on a 4-bit (d, m) grid as they come."""
 
@@ -62,9 +67,6 @@ class Recipe:
             max(self.tolerance.mean_kl, self.fp8_kv_tolerance.mean_kl),
             min(self.tolerance.top1, self.fp8_kv_tolerance.top1),
         )
-
-
-FP32 = MatmulKernel("fp32", 32)
 
 
 def _nbits(bits: int, block: int, accuracy_level: int, *, symmetric: bool = True) -> MatmulKernel:
@@ -98,16 +100,31 @@ _Q4_1 = (LINEAR_W4DM, FALLBACK)
 
 RECIPES = {
     "fp32": Recipe("fp32", "weights as they are", (FP32,), (FP32,), Tolerance(0.001, 0.99)),
-    "int8": Recipe("int8", "8-bit weights in groups along K", _INT8, _INT8_HEAD, Tolerance(0.02, 0.94)),
+    "int8": Recipe(
+        "int8",
+        "8-bit weights in groups along K",
+        _INT8,
+        _INT8_HEAD,
+        Tolerance(0.02, 0.94),
+        embedding_kernel=LINEAR_W8_G32,
+    ),
     "q4_1": Recipe(
         "q4_1",
         "4-bit weights on the grid they came on (a GGUF file of type Q4_1 or Q4_0), 8-bit head",
         _Q4_1,
         _INT8_HEAD,
         Tolerance(0.02, 0.94),
+        embedding_kernel=LINEAR_W8_G32,
         needs_grid=True,
     ),
-    "int4": Recipe("int4", "4-bit weights in the layers, 8-bit head", _INT4, _INT8_HEAD, Tolerance(0.5, 0.6)),
+    "int4": Recipe(
+        "int4",
+        "4-bit weights in the layers, 8-bit head",
+        _INT4,
+        _INT8_HEAD,
+        Tolerance(0.5, 0.6),
+        embedding_kernel=LINEAR_W8_G32,
+    ),
 }
 AUTO_RECIPE = "auto"
 """q4_1 where the weights are on a grid, else int8."""
