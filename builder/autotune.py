@@ -81,7 +81,9 @@ class TuningRequest:
     """Fixed by the user, or None."""
 
     def kernels(self, shape: Shape) -> tuple[MatmulKernel, ...]:
-        return self.recipe.head_kernels if shape in self.head_shapes else self.recipe.layer_kernels
+        """What the recipe allows for matmuls of *shape* and can compute them; the first is the default."""
+        allowed = self.recipe.head_kernels if shape in self.head_shapes else self.recipe.layer_kernels
+        return tuple(kernel for kernel in allowed if kernel.takes(shape[0]))
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

@@ -4,6 +4,7 @@ Weights that came out of llama.cpp's Q4_1 or Q4_0 do: packed on their own grid t
 whole error of 4 bits. Rows are sampled, for a matrix is quantised as a whole or not at all.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from castline.builder.recipes import AUTO_RECIPE, RECIPES, Recipe, recipe
 from castline.engines.errors import BuildError
-from castline.plugins.linear_packing import grid_error
+from castline.plugins.linear_packing import UnpackableError, grid_error
 
 ON_GRID = 0.005
 """Relative error up to which a matrix counts as on a grid: it is 0 on one, and about 0.08 of weights rounded to one."""
@@ -39,10 +40,14 @@ def resolve_recipe(name: str, model: PreTrainedModel) -> Recipe:
 
 
 def off_grid(model: PreTrainedModel) -> tuple[str, float] | None:
-    """The first matrix of the layers that lies on no grid, with its relative error; None where all do."""
+    """The first matrix of the layers that lies on no grid, with its relative error, which is infinite where no grid can
+    hold it; None where all do."""
     for name, rows in _matrices(model):
         step = max(1, len(rows) // SAMPLED_ROWS)
-        error = grid_error(np.ascontiguousarray(rows[::step][:SAMPLED_ROWS]))
+        try:
+            error = grid_error(np.ascontiguousarray(rows[::step][:SAMPLED_ROWS]))
+        except UnpackableError:
+            error = math.inf
         if error > ON_GRID:
             return name, error
     return None

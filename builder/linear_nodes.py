@@ -26,6 +26,7 @@ from castline.builder.passes.walk import (
     sizes,
 )
 from castline.builder.recipes import MatmulKernel
+from castline.engines.errors import BuildError
 from castline.plugins.contract import DOMAIN
 from castline.plugins.linear import (
     EMBEDDING,
@@ -35,7 +36,7 @@ from castline.plugins.linear import (
     LinearAttributes,
     LinearFormat,
 )
-from castline.plugins.linear_packing import PackedWeight, pack, pack_gated, strip_shape
+from castline.plugins.linear_packing import PackedWeight, UnpackableError, pack, pack_gated, strip_shape
 
 
 def replace_site(model: ir.Model, site: Site, kernel: MatmulKernel) -> None:
@@ -126,9 +127,14 @@ class _LazyPack:
 @lru_cache(maxsize=1)
 def _packed(source: _LazyPack) -> PackedWeight:
     rows = source.read()
-    if source.gate_first is None:
-        return pack(rows, source.format, source.group)
-    return pack_gated(*_gate_then_up(rows, source.gate_first), source.format, source.group)
+    try:
+        if source.gate_first is None:
+            return pack(rows, source.format, source.group)
+        return pack_gated(*_gate_then_up(rows, source.gate_first), source.format, source.group)
+    except UnpackableError as error:
+        raise BuildError(
+            f"compile: {source.weight_name}: {error}; take --recipe fp32, which stores weights as they are"
+        ) from None
 
 
 def _gate_then_up(columns: NDArray[Any], gate_first: bool) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from castline.engines.errors import BuildError
 from castline.engines.manifest import KvDtype
-from castline.plugins.linear import LinearFormat
+from castline.plugins.linear import MAX_K, LinearFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,10 @@ class MatmulKernel:
     @property
     def is_linear(self) -> bool:
         return self.format is not None
+
+    def takes(self, k: int) -> bool:
+        """Whether it computes matmuls of *k* rows of W."""
+        return not self.is_linear or k <= MAX_K
 
 
 FP32 = MatmulKernel("fp32", 32)

@@ -42,6 +42,7 @@ EMBEDDING: Final = "Embedding"
 STRIP: Final = 16
 """Output columns of a strip."""
 K_ALIGNMENT: Final = 64
+MAX_K: Final = 65_536
 MAXIMA_BLOCK: Final = 64
 ACTIVATION_GROUP: Final = 32
 """Elements of K that share a scale in narrow kernels."""

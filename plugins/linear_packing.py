@@ -22,6 +22,10 @@ _ON_GRID: Final = np.float32(0.02)
 """How far from an integer, in steps of the grid, a weight of a grid can lie through rounding to float32."""
 
 
+class UnpackableError(ValueError):
+    """Weights that a format cannot hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """Inputs ``weight`` and ``scales`` of a Linear or Embedding node."""
@@ -86,7 +90,8 @@ def unpack_gated(packed: PackedWeight, n: int, k: int, fmt: LinearFormat, group:
 
 
 def grid_error(weight: NDArray[Any]) -> float:
-    """Relative error (Frobenius norm) of rounding W [n, k] to W4_DM: about 0 where W is on a Q4_1 grid already."""
+    """Relative error (Frobenius norm) of rounding W [n, k] to W4_DM: about 0 where W is on a Q4_1 grid already. Raises
+    UnpackableError as `pack`."""
     wrong = total = 0.0
     for rows in _row_blocks(weight.shape):
         block = np.asarray(weight[rows], np.float32)
@@ -119,7 +124,7 @@ def _interleave(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
 def _quantise(weight: Floats, fmt: LinearFormat, group: int) -> tuple[Bytes, Halves]:
     """Unsigned codes [rows, K'] of whole strips, and scales [rows, G] or, for W4_DM, [rows, G, 2]."""
     if not np.isfinite(weight).all():
-        raise ValueError("weights are not finite")
+        raise UnpackableError("weights are not finite")
     n, k = weight.shape
     # Activations are zero in the padding. W4_DM repeats the last element there, for a zero would widen its range.
     padded = np.pad(weight, ((0, 0), (0, padded_k(k) - k)), "edge" if fmt == LinearFormat.W4_DM and k else "constant")
@@ -131,7 +136,7 @@ def _quantise(weight: Floats, fmt: LinearFormat, group: int) -> tuple[Bytes, Hal
         else:
             codes, scales = _quantise_symmetric(groups, fmt)
     if not np.isfinite(scales).all():
-        raise ValueError(f"weights are too large: a scale of {fmt.name} is beyond float16")
+        raise UnpackableError(f"weights are too large: a scale of {fmt.name} is beyond float16")
     return codes.reshape(padded.shape), scales
 
 

@@ -31,7 +31,7 @@ from castline.engines.errors import BuildError
 from castline.engines.manifest import Host
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, kv_pool_name
 from castline.plugins.cpu.session import SessionOptions, native_options
-from castline.plugins.linear import Activation
+from castline.plugins.linear import MAX_K, Activation
 
 ATTENTION = AttentionAttributes(
     layer=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, block_size=32, kv_dtype=KvDtypeCode.INT8
@@ -114,6 +114,19 @@ def test_defaults_are_the_first_kernels_and_all_cores() -> None:
     assert choices.kernels[64, 96] is RECIPES["int4"].layer_kernels[0]
     assert choices.kernels[64, 512] is RECIPES["int4"].head_kernels[0]
     assert (choices.num_threads, choices.block_size, choices.query_tile, choices.kv_split) == (4, 32, 0, 0)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "q4_1", "int4"])
+def test_a_matmul_too_long_for_linear_has_other_kernels(recipe: str) -> None:
+    """Linear refuses K above its limit, and would do so when the finished engine is loaded."""
+    asked = request(recipe=RECIPES[recipe], layer_shapes=((MAX_K, 8), (MAX_K + 1, 8)), head_shapes=((MAX_K + 1, 9),))
+    bench = ScriptedBench()
+    choices = [default_choices(asked).kernels, autotune(asked, bench, lambda: None).kernels]
+    for kernels in choices:
+        assert kernels[MAX_K, 8].is_linear
+        assert not kernels[MAX_K + 1, 8].is_linear
+        assert not kernels[MAX_K + 1, 9].is_linear
+    assert not [case for case in bench.matmuls if case.k > MAX_K and case.kernel.is_linear]
 
 
 def test_picks_the_fastest_of_each() -> None:

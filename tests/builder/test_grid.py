@@ -86,6 +86,15 @@ def test_one_matrix_off_the_grid_is_named() -> None:
     assert resolve_recipe("auto", model) is RECIPES["int8"]
 
 
+def test_weights_that_no_grid_can_hold_are_off_it() -> None:
+    """A minimum beyond float16: 8 bits still hold such weights, so that auto must not fail on them."""
+    model = llama()
+    put_on_grid(model, on_q4_1)
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = 1e6
+    assert off_grid(model) == ("model.layers.1.mlp.down_proj.weight", np.inf)
+    assert resolve_recipe("auto", model) is RECIPES["int8"]
+
+
 def test_unknown_recipes_list_the_known_ones() -> None:
     """A name that is mistyped must not build something else."""
     with pytest.raises(BuildError, match="'q4' is unknown; choose one of auto, fp32"):

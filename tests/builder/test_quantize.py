@@ -28,7 +28,7 @@ from castline.builder.recipes import (
 )
 from castline.engines.errors import BuildError
 from castline.plugins.cpu.session import SessionOptions, native_options
-from castline.plugins.linear import MAXIMA_BLOCK, Activation
+from castline.plugins.linear import MAX_K, MAXIMA_BLOCK, Activation
 from castline.plugins.linear_packing import pack, padded_k, unpack
 
 T, K, N = 6, 96, 40
@@ -46,6 +46,7 @@ WEIGHTS: dict[str, NDArray[Any]] = {
     "halves": np.array([N // 2, N // 2]),
     "thirds": np.array([10, 30]),
     "e": normal(48, K, seed=5) / 4,
+    "long": 1 + normal(MAX_K + 32, 4, seed=9) / 8,
     "places": normal(8, K, seed=6) / 4,
 }
 
@@ -198,6 +199,18 @@ def test_an_input_of_unknown_rows_falls_back(tmp_path: Path) -> None:
     assert operators(model) == {"MatMulNBits": 1}
     [node] = model.graph
     assert node.attributes["bits"].as_int() == FALLBACK.bits
+
+
+def test_a_matmul_too_long_for_linear_runs(tmp_path: Path) -> None:
+    """Every recipe has a kernel that takes any K, and what it makes can be loaded."""
+    k = MAX_K + 32
+    text = f"(float[T, {k}] x) => (float[T, 4] y) {{ y = MatMul (x, long) }}"
+    for name in ("int8", "q4_1", "int4"):
+        kernel = next(kernel for kernel in RECIPES[name].layer_kernels if kernel.takes(k))
+        model = graph(text)
+        quantize(model, {(k, 4): kernel})
+        found = run(model, {"x": np.ones((1, k), np.float32)}, tmp_path)[0]
+        np.testing.assert_allclose(found, WEIGHTS["long"].sum(0)[None], rtol=0.02)
 
 
 TIED = """(int64[T] ids) => (float[T, 48] logits) {

@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castline.plugins.linear import LINEAR_GROUPS, LinearFormat
-from castline.plugins.linear_packing import grid_error, pack, pack_gated, strip_shape, unpack, unpack_gated
+from castline.plugins.linear_packing import (
+    UnpackableError,
+    grid_error,
+    pack,
+    pack_gated,
+    strip_shape,
+    unpack,
+    unpack_gated,
+)
 
 FORMATS = [(fmt, group) for fmt, groups in LINEAR_GROUPS.items() for group in groups]
 
@@ -128,8 +136,8 @@ def test_bad_weights_are_refused() -> None:
     weight = np.ones((16, 64), np.float32)
     with pytest.raises(ValueError, match="takes groups of"):
         pack(weight, LinearFormat.W4_DM, 64)
-    with pytest.raises(ValueError, match="beyond float16"):
+    with pytest.raises(UnpackableError, match="beyond float16"):
         pack(weight * np.float32(1e6), LinearFormat.W4_DM, 32)
     weight[3, 4] = np.nan
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(UnpackableError, match="not finite"):
         pack(weight, LinearFormat.W8, 0)
