@@ -86,9 +86,10 @@ def _linear(name: str, format: LinearFormat, group: int) -> MatmulKernel:
 LINEAR_W8 = _linear("linear-w8", LinearFormat.W8, 0)
 LINEAR_W8_G32 = _linear("linear-w8-g32", LinearFormat.W8, 32)
 LINEAR_W8_G64 = _linear("linear-w8-g64", LinearFormat.W8, 64)
-LINEAR_W4_G32 = _linear("linear-w4-g32", LinearFormat.W4, 32)
-LINEAR_W4_G64 = _linear("linear-w4-g64", LinearFormat.W4, 64)
 LINEAR_W4DM = _linear("linear-w4dm-g32", LinearFormat.W4_DM, 32)
+LINEAR_W4_G32 = _linear("linear-w4-g32", LinearFormat.W4, 32)
+"""For weights that lie on the symmetric grid as they come: exact, and 2 bytes of 20 less than LINEAR_W4DM. Put on it,
+others lose too much: SmolLM2-135M a KL of 0.28."""
 FALLBACK = _nbits(8, 32, 4)
 """For a matmul that Linear was chosen for and cannot take: no recipe of 8 or 4 bits is more accurate."""
 

@@ -24,7 +24,7 @@ from castline.builder.bench import CachedBench, OrtBench, attention_feeds
 from castline.builder.bench_models import inputs, matmul_model
 from castline.builder.cores import physical_cores
 from castline.builder.linear_sites import NO_SURROUNDINGS, Surroundings
-from castline.builder.recipes import FP32, LINEAR_W8_G32, RECIPES, MatmulKernel, Recipe, Tolerance
+from castline.builder.recipes import FP32, LINEAR_W4_G32, LINEAR_W8_G32, RECIPES, MatmulKernel, Recipe, Tolerance
 from castline.builder.tuning_cache import TuningCache, TuningEnvironment, default_cache_dir
 from castline.builder.tuning_cases import AttentionCase, MatmulCase
 from castline.engines.errors import BuildError
@@ -127,6 +127,17 @@ def test_a_matmul_too_long_for_linear_has_other_kernels(recipe: str) -> None:
         assert not kernels[MAX_K + 1, 8].is_linear
         assert not kernels[MAX_K + 1, 9].is_linear
     assert not [case for case in bench.matmuls if case.k > MAX_K and case.kernel.is_linear]
+
+
+def test_weights_on_a_symmetric_grid_have_its_kernel_first() -> None:
+    """It multiplies the same weights with fewer bytes; the head keeps its 8 bits."""
+    symmetric = frozenset({(64, 96)})
+    asked = request(recipe=RECIPES["q4_1"], symmetric_shapes=symmetric)
+    assert asked.kernels((64, 96)) == (LINEAR_W4_G32, *RECIPES["q4_1"].layer_kernels)
+    assert asked.kernels((96, 64)) == RECIPES["q4_1"].layer_kernels
+    assert asked.kernels((64, 512)) == RECIPES["q4_1"].head_kernels
+    slow = ScriptedBench(lambda case: 2.0 if case.kernel.name == LINEAR_W4_G32.name else 1.0)
+    assert autotune(asked, slow, lambda: None).kernels[64, 96].name == "linear-w4dm-g32"
 
 
 def test_picks_the_fastest_of_each() -> None:
@@ -378,6 +389,7 @@ def _options(threads: int) -> ort.SessionOptions:
 
 
 OFFERED = {k.name: k for recipe in RECIPES.values() for k in (*recipe.layer_kernels, *recipe.head_kernels)}
+OFFERED[LINEAR_W4_G32.name] = LINEAR_W4_G32
 AROUND = {
     "bare": NO_SURROUNDINGS,
     "norm": Surroundings(norm=True, bias=True),
