@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from castline.builder.linear_sites import NO_SURROUNDINGS, Surroundings
 from castline.builder.options import DEFAULT_BLOCK_SIZE
-from castline.builder.recipes import MatmulKernel, Recipe
+from castline.builder.recipes import LINEAR_W4_G32, MatmulKernel, Recipe
 from castline.builder.tuning_cases import AttentionCase, Bench, MatmulCase, Shape
 from castline.engines.manifest import Tuning
 from castline.plugins.contract import AttentionAttributes
@@ -73,6 +73,8 @@ class TuningRequest:
     max_num_batched_tokens: int
     surroundings: Mapping[Shape, Surroundings] = field(default_factory=dict)
     """What Linear takes in around the matmuls of a shape; nothing where a shape is not named."""
+    symmetric_shapes: frozenset[Shape] = frozenset()
+    """Of the layers' shapes, with a 4-bit recipe: whose weights are on symmetric grids as they come."""
     has_wide: bool = False
     """Whether this host runs Linear's wide kernels."""
     threads: int | None = None
@@ -81,7 +83,11 @@ class TuningRequest:
     """Fixed by the user, or None."""
 
     def kernels(self, shape: Shape) -> tuple[MatmulKernel, ...]:
-        return self.recipe.head_kernels if shape in self.head_shapes else self.recipe.layer_kernels
+        """What the recipe allows for matmuls of *shape* and can compute them; the first is the default."""
+        allowed = self.recipe.head_kernels if shape in self.head_shapes else self.recipe.layer_kernels
+        if shape in self.symmetric_shapes:
+            allowed = (LINEAR_W4_G32, *allowed)
+        return tuple(kernel for kernel in allowed if kernel.takes(shape[0]))
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

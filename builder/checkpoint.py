@@ -19,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from castline.builder.finite import require_finite
 from castline.builder.gguf import load_gguf
 from castline.builder.memory import require_memory
 from castline.builder.model_source import DEMO, demo_path
@@ -250,6 +251,7 @@ def _finish(model: Any, tokenizer: Any, name: str, source: str, end_ids: tuple[i
     if not tokenizer.is_fast:
         raise BuildError(f"load: {name} has no tokenizer.json; convert its tokenizer to the fast format first")
     model = model.eval().requires_grad_(False)
+    require_finite(model)
     probe = probe_model(model)
     first = probe.layers[0]
     windows = tuple(a.window for a in probe.layers)

@@ -1,20 +1,24 @@
-"""Whether a model's weights lie on a 4-bit (d, m) grid as they come, and the recipe that follows from it.
+"""Whether a model's weights lie on a 4-bit grid as they come, and the recipe and the kernels that follow from it.
 
 Weights that came out of llama.cpp's Q4_1 or Q4_0 do: packed on their own grid they cost nothing, on another one the
-whole error of 4 bits. Rows are sampled, for a matrix is quantised as a whole or not at all.
+whole error of 4 bits. Rows are sampled, for a matrix is quantised as a whole or not at all. Q4_1's grid is (d, m);
+Q4_0's has no m to store or to add; as (d, m) its weights come out up to the rounding of m.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from castline.builder.matmuls import Shape, find_matmuls
 from castline.builder.recipes import AUTO_RECIPE, RECIPES, Recipe, recipe
 from castline.engines.errors import BuildError
+from castline.plugins.linear import LinearFormat
 from castline.plugins.linear_packing import grid_error
 
 ON_GRID = 0.005
@@ -39,13 +43,33 @@ def resolve_recipe(name: str, model: PreTrainedModel) -> Recipe:
 
 
 def off_grid(model: PreTrainedModel) -> tuple[str, float] | None:
-    """The first matrix of the layers that lies on no grid, with its relative error; None where all do."""
+    """The first matrix of the layers that lies on no grid, with its relative error, which is infinite where no grid can
+    hold it; None where all do."""
     for name, rows in _matrices(model):
-        step = max(1, len(rows) // SAMPLED_ROWS)
-        error = grid_error(np.ascontiguousarray(rows[::step][:SAMPLED_ROWS]))
+        error = grid_error(_sample(rows))
         if error > ON_GRID:
             return name, error
     return None
+
+
+def symmetric_shapes(model: ir.Model, shapes: Collection[Shape]) -> frozenset[Shape]:
+    """Those of *shapes* whose matmuls all have weights on symmetric 4-bit grids: LINEAR_W4_G32 holds every one to the
+    bit. Where a sample lies on one, all rows are read, for a merged matrix may be of more than one type."""
+    off: set[Shape] = set()
+    for matmul in find_matmuls(model):
+        shape = matmul.shape
+        if shape in shapes and shape not in off and not _is_symmetric(matmul.reader()()):
+            off.add(shape)
+    return frozenset(shapes) - off
+
+
+def _is_symmetric(rows: NDArray[np.float32]) -> bool:
+    return all(grid_error(part, LinearFormat.W4) == 0 for part in (_sample(rows), rows))
+
+
+def _sample(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    step = max(1, len(rows) // SAMPLED_ROWS)
+    return np.ascontiguousarray(rows[::step][:SAMPLED_ROWS])
 
 
 def _matrices(model: Any) -> Iterator[tuple[str, NDArray[np.float32]]]:

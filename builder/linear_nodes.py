@@ -1,9 +1,11 @@
-"""Matmuls become castline::Linear nodes, and a tied embedding a castline::Embedding of the same bytes.
+"""Matmuls become castline::Linear nodes, and lookups of tokens castline::Embedding nodes: a tied embedding reads the
+head's bytes, another is packed for itself.
 
 Weights are packed when the file is written, one matrix at a time.
 """
 
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from dataclasses import replace as replace_fields
 from functools import lru_cache
 from typing import Any
@@ -13,17 +15,18 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from castline.builder.linear_sites import Site
+from castline.builder.lookups import lookups_in
 from castline.builder.passes.walk import (
     add_constant,
     add_initializer,
     attribute,
-    is_op,
     make,
     remove_unused,
     replace,
-    users,
+    sizes,
 )
 from castline.builder.recipes import MatmulKernel
+from castline.engines.errors import BuildError
 from castline.plugins.contract import DOMAIN
 from castline.plugins.linear import (
     EMBEDDING,
@@ -33,14 +36,15 @@ from castline.plugins.linear import (
     LinearAttributes,
     LinearFormat,
 )
-from castline.plugins.linear_packing import PackedWeight, pack, pack_gated, strip_shape
+from castline.plugins.linear_packing import PackedWeight, UnpackableError, pack, pack_gated, strip_shape
 
 
 def replace_site(model: ir.Model, site: Site, kernel: MatmulKernel) -> None:
     """Puts a Linear node in place of *site*, and an Embedding in place of lookups in the same matrix."""
-    source = _LazyPack(site, kernel)
+    matmul, gate_first = site.matmul, site.gate_first if site.gated else None
+    source = _LazyPack(matmul.name, matmul.reader(), matmul.shape[0], site.n, kernel, gate_first)
     weight, scales = source.initializers(model)
-    matrix, before = site.matmul.weight, site.last
+    matrix, before = matmul.weight, site.last
     bias = _bias(model, site) if site.bias is not None else None
     norm_weight = site.norm.inputs[1] if site.norm else None
     inputs = [_rows(model, site.x, before), weight, scales, norm_weight, bias]
@@ -51,8 +55,18 @@ def replace_site(model: ir.Model, site: Site, kernel: MatmulKernel) -> None:
     model.graph.insert_before(before, node)
     _replace_rows(model, site.out, node.outputs[0], before)
     remove_unused(model, before)
-    lookups = [user for user in users(matrix) if is_op(user, "Gather") and user.inputs[0] is matrix]
-    for lookup in lookups:
+    for lookup in lookups_in(matrix):
+        _replace_lookup(model, lookup, weight, scales, source)
+
+
+def replace_table(model: ir.Model, table: ir.Value, kernel: MatmulKernel) -> None:
+    """Puts an Embedding in place of every lookup in *table*, which nothing else reads."""
+    tensor = table.const_value
+    assert tensor is not None
+    n, k = sizes(tensor)
+    source = _LazyPack(str(table.name), tensor.numpy, k, n, kernel)
+    weight, scales = source.initializers(model)
+    for lookup in lookups_in(table):
         _replace_lookup(model, lookup, weight, scales, source)
 
 
@@ -72,21 +86,35 @@ def _attributes(site: Site, kernel: MatmulKernel) -> LinearAttributes:
     return replace_fields(attributes, norm=1, norm_eps=float(attribute(site.norm, "epsilon")))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _LazyPack:
     """Packs one weight when one of its two tensors is read; the last is kept, for they are written in a row."""
 
-    def __init__(self, site: Site, kernel: MatmulKernel) -> None:
-        assert kernel.format is not None
-        self.format: LinearFormat = kernel.format
-        self.group = kernel.block
-        self.k, self.n = site.matmul.shape[0], site.n
-        self.gated, self.gate_first = site.gated, site.gate_first
-        self.read = site.matmul.reader()
-        self.name = f"{site.matmul.name}.{kernel.name.removeprefix('linear-')}"
+    weight_name: str
+    read: Callable[[], NDArray[Any]]
+    """W [n, k]; gated [2n, k]."""
+    k: int
+    n: int
+    kernel: MatmulKernel
+    gate_first: bool | None = None
+    """Gated: whether the gate is the first half of W's rows. None where there is no gate."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.weight_name}.{self.kernel.name.removeprefix('linear-')}"
+
+    @property
+    def format(self) -> LinearFormat:
+        assert self.kernel.format is not None
+        return self.kernel.format
+
+    @property
+    def group(self) -> int:
+        return self.kernel.block
 
     def initializers(self, model: ir.Model) -> tuple[ir.Value, ir.Value]:
         """(weight, scales)."""
-        strips = -(-self.n // STRIP) * (2 if self.gated else 1)
+        strips = -(-self.n // STRIP) * (1 if self.gate_first is None else 2)
         strip_bytes, halves = strip_shape(self.k, self.format, self.group)
         weight = self._lazy(self.name, "weight", ir.DataType.UINT8, (strips, strip_bytes))
         scales = self._lazy(f"{self.name}.scales", "scales", ir.DataType.FLOAT16, (strips, halves))
@@ -99,9 +127,14 @@ class _LazyPack:
 @lru_cache(maxsize=1)
 def _packed(source: _LazyPack) -> PackedWeight:
     rows = source.read()
-    if not source.gated:
-        return pack(rows, source.format, source.group)
-    return pack_gated(*_gate_then_up(rows, source.gate_first), source.format, source.group)
+    try:
+        if source.gate_first is None:
+            return pack(rows, source.format, source.group)
+        return pack_gated(*_gate_then_up(rows, source.gate_first), source.format, source.group)
+    except UnpackableError as error:
+        raise BuildError(
+            f"compile: {source.weight_name}: {error}; take --recipe fp32, which stores weights as they are"
+        ) from None
 
 
 def _gate_then_up(columns: NDArray[Any], gate_first: bool) -> tuple[NDArray[Any], NDArray[Any]]:

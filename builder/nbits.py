@@ -16,17 +16,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from castline.builder.lookups import lookups_in
 from castline.builder.lower import SAME_BYTES_AS
 from castline.builder.matmuls import Matmul
 from castline.builder.passes.norms import MS
-from castline.builder.passes.walk import (
-    add_constant,
-    add_initializer,
-    is_op,
-    make,
-    replace,
-    users,
-)
+from castline.builder.passes.walk import add_constant, add_initializer, make, replace
 from castline.builder.recipes import MatmulKernel
 
 
@@ -142,8 +136,7 @@ def replace_matmul(model: ir.Model, matmul: Matmul, kernel: MatmulKernel) -> Non
     replace(matmul.y, node.outputs[0])
     model.graph.remove(matmul.node, safe=True)
     model.opset_imports.setdefault(MS, 1)
-    lookups = [user for user in users(weight) if is_op(user, "Gather") and user.inputs[0] is weight]
-    for lookup in lookups:
+    for lookup in lookups_in(weight):
         _share_embedding(model, lookup, source, operands)
 
 

@@ -16,7 +16,7 @@ from castline.builder.checkpoint import Checkpoint, load_checkpoint
 from castline.builder.cores import physical_cores
 from castline.builder.export import export_model
 from castline.builder.graph_facts import attention_attributes, count_operators, weight_sizes
-from castline.builder.grid import resolve_recipe
+from castline.builder.grid import resolve_recipe, symmetric_shapes
 from castline.builder.linear_sites import surroundings
 from castline.builder.lower import lower_cpu, save_graph
 from castline.builder.options import DEFAULT_BLOCK_SIZE, BuildOptions
@@ -26,7 +26,7 @@ from castline.builder.plan import Plan, make_manifest, make_plan
 from castline.builder.preflight import check_disk, check_output
 from castline.builder.progress import BuildLog
 from castline.builder.quantize import matmul_shapes, quantize
-from castline.builder.recipes import AUTO_RECIPE, Recipe
+from castline.builder.recipes import AUTO_RECIPE, LINEAR_W4DM, Recipe
 from castline.builder.report import REPORT_NAME, ReportFacts, render_report
 from castline.builder.tensorrt.recipes import gpu_recipe
 from castline.builder.tool_versions import tool_versions
@@ -144,8 +144,8 @@ def export_and_fuse(checkpoint: Checkpoint, max_model_len: int, log: BuildLog) -
 
 def choose_kernels(plan: Plan, model: ir.Model, log: BuildLog) -> TuningChoices:
     """Stage autotune, on a fused graph."""
-    request = tuning_request(plan, model)
     with log.stage("autotune") as stage:
+        request = tuning_request(plan, model)
         if not plan.options.tune:
             choices = default_choices(request)
             stage.summary = f"skipped, defaults: {_describe_choices(choices)}"
@@ -165,12 +165,15 @@ def tuning_request(plan: Plan, model: ir.Model) -> TuningRequest:
     """What there is to tune in a fused graph."""
     shapes = matmul_shapes(model)
     options = plan.options
+    layer_shapes = tuple(shape for shape, is_head in shapes.items() if not is_head)
+    has_4_bits = LINEAR_W4DM in plan.recipe.layer_kernels
     return TuningRequest(
         recipe=plan.recipe,
-        layer_shapes=tuple(shape for shape, is_head in shapes.items() if not is_head),
+        layer_shapes=layer_shapes,
         head_shapes=tuple(shape for shape, is_head in shapes.items() if is_head),
         attention=attention_attributes(model, plan.precision.kv_dtype, DEFAULT_BLOCK_SIZE),
         surroundings=surroundings(model),
+        symmetric_shapes=symmetric_shapes(model, layer_shapes) if has_4_bits else frozenset(),
         has_wide=active_isa() == WIDE_ISA,
         cores=physical_cores(),
         max_model_len=plan.max_model_len,
@@ -185,7 +188,7 @@ def lower(plan: Plan, choices: TuningChoices, model: ir.Model, log: BuildLog) ->
     """Stages quantize and lower, in place; what each step of the first did."""
     with log.stage("quantize") as stage:
         before = len(model.graph)
-        placed = quantize(model, choices.kernels)
+        placed = quantize(model, choices.kernels, plan.recipe.embedding_kernel)
         _detail(placed, log)
         linears = len(ours(model, LINEAR))
         stage.summary = (

@@ -40,11 +40,11 @@ def check_disk(output: Path, facts: ModelFacts, recipe: Recipe) -> None:
 
 
 def engine_bytes(facts: ModelFacts, recipe: Recipe) -> int:
-    """Estimated size of a bundle: every parameter of a matmul at the widest kernel that the recipe allows, and in fp32
-    those that only an embedding reads."""
+    """Estimated size of a bundle: every parameter of a matmul at the widest kernel that the recipe allows, and
+    embeddings of their own as it stores them."""
     widest = max(map(_bytes_per_weight, (*recipe.layer_kernels, *recipe.head_kernels)))
     lookup = facts.num_lookup_parameters
-    weights = widest * (facts.num_parameters - lookup) + 4 * lookup
+    weights = widest * (facts.num_parameters - lookup) + _bytes_per_weight(recipe.embedding_kernel) * lookup
     return int(weights) + DISK_MARGIN_BYTES
 
 

@@ -1,20 +1,22 @@
 """Stage quantize: every matmul with a constant weight gets the kernel that was chosen for its shape.
 
 castline::Linear takes in what surrounds its matmul (`castline.builder.linear_sites`); the others leave the graph around
-them as it is. What then is left of residual sums before RMSNorms becomes one node of ONNX Runtime's.
+them as it is. What then is left of residual sums before RMSNorms becomes one node of ONNX Runtime's. An embedding that
+no matmul reads is packed for its own lookups.
 """
 
 from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from castline.builder.linear_nodes import replace_site
+from castline.builder.linear_nodes import replace_site, replace_table
 from castline.builder.linear_sites import find_site, takes_rows
+from castline.builder.lookups import token_tables
 from castline.builder.matmuls import Matmul, Shape, find_head, find_matmuls
 from castline.builder.nbits import replace_matmul
 from castline.builder.passes.norms import fuse_skip_norm
 from castline.builder.passes.pipeline import PassReport, run_pass
-from castline.builder.recipes import FALLBACK, MatmulKernel
+from castline.builder.recipes import FALLBACK, FP32, MatmulKernel
 from castline.engines.errors import BuildError
 from castline.plugins.contract import DOMAIN, OPSET_VERSION
 
@@ -30,14 +32,16 @@ def matmul_shapes(model: ir.Model) -> dict[Shape, bool]:
     return shapes
 
 
-def quantize(model: ir.Model, choices: Choices) -> tuple[PassReport, ...]:
-    """Puts the chosen kernels in, in place; what each step did. Raises BuildError for a shape without a choice."""
+def quantize(model: ir.Model, choices: Choices, embedding: MatmulKernel = FP32) -> tuple[PassReport, ...]:
+    """Puts the chosen kernels in, in place; what each step did. *embedding* is for an embedding that no matmul reads.
+    Raises BuildError for a shape without a choice."""
     kernels = {matmul: _kernel(matmul, choices) for matmul in find_matmuls(model)}
     linears = {matmul: kernel for matmul, kernel in kernels.items() if kernel.is_linear}
     nbits = {matmul: kernel for matmul, kernel in kernels.items() if not kernel.is_linear and kernel.bits < 32}
     return (
         run_pass(model, "matmuls and what surrounds them as Linear", lambda model: put_linears(model, linears)),
         run_pass(model, "matmuls as MatMulNBits", lambda model: put_nbits(model, nbits)),
+        run_pass(model, "embeddings in their packed form", lambda model: put_embeddings(model, embedding)),
         run_pass(model, "residual + RMSNorm", fuse_skip_norm),
     )
 
@@ -64,3 +68,12 @@ def put_nbits(model: ir.Model, kernels: Mapping[Matmul, MatmulKernel]) -> int:
     for matmul, kernel in kernels.items():
         replace_matmul(model, matmul, kernel)
     return len(kernels)
+
+
+def put_embeddings(model: ir.Model, kernel: MatmulKernel) -> int:
+    """The count is of tables."""
+    tables = token_tables(model) if kernel.is_linear else []
+    for table in tables:
+        replace_table(model, table, kernel)
+        model.opset_imports[DOMAIN] = OPSET_VERSION
+    return len(tables)

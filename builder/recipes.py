@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from castline.engines.errors import BuildError
 from castline.engines.manifest import KvDtype
-from castline.plugins.linear import LinearFormat
+from castline.plugins.linear import MAX_K, LinearFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,13 @@ class MatmulKernel:
     def is_linear(self) -> bool:
         return self.format is not None
 
+    def takes(self, k: int) -> bool:
+        """Whether it computes matmuls of *k* rows of W."""
+        return not self.is_linear or k <= MAX_K
+
+
+FP32 = MatmulKernel("fp32", 32)
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
@@ -51,6 +58,8 @@ class Recipe:
     tolerance: Tolerance
     """With fp32, bf16 or int8 KV blocks."""
     fp8_kv_tolerance: Tolerance = field(default=Tolerance(mean_kl=0.05, top1=0.90))
+    embedding_kernel: MatmulKernel = FP32
+    """How an embedding is stored that no matmul reads: a format of Linear, or fp32."""
     needs_grid: bool = False
     """Only for weights that are on a 4-bit (d, m) grid as they come."""
 
@@ -62,9 +71,6 @@ class Recipe:
             max(self.tolerance.mean_kl, self.fp8_kv_tolerance.mean_kl),
             min(self.tolerance.top1, self.fp8_kv_tolerance.top1),
         )
-
-
-FP32 = MatmulKernel("fp32", 32)
 
 
 def _nbits(bits: int, block: int, accuracy_level: int, *, symmetric: bool = True) -> MatmulKernel:
@@ -80,9 +86,10 @@ def _linear(name: str, format: LinearFormat, group: int) -> MatmulKernel:
 LINEAR_W8 = _linear("linear-w8", LinearFormat.W8, 0)
 LINEAR_W8_G32 = _linear("linear-w8-g32", LinearFormat.W8, 32)
 LINEAR_W8_G64 = _linear("linear-w8-g64", LinearFormat.W8, 64)
-LINEAR_W4_G32 = _linear("linear-w4-g32", LinearFormat.W4, 32)
-LINEAR_W4_G64 = _linear("linear-w4-g64", LinearFormat.W4, 64)
 LINEAR_W4DM = _linear("linear-w4dm-g32", LinearFormat.W4_DM, 32)
+LINEAR_W4_G32 = _linear("linear-w4-g32", LinearFormat.W4, 32)
+"""For weights that lie on the symmetric grid as they come: exact, and 2 bytes of 20 less than LINEAR_W4DM. Put on it,
+others lose too much: SmolLM2-135M a KL of 0.28."""
 FALLBACK = _nbits(8, 32, 4)
 """For a matmul that Linear was chosen for and cannot take: no recipe of 8 or 4 bits is more accurate."""
 
@@ -98,16 +105,31 @@ _Q4_1 = (LINEAR_W4DM, FALLBACK)
 
 RECIPES = {
     "fp32": Recipe("fp32", "weights as they are", (FP32,), (FP32,), Tolerance(0.001, 0.99)),
-    "int8": Recipe("int8", "8-bit weights in groups along K", _INT8, _INT8_HEAD, Tolerance(0.02, 0.94)),
+    "int8": Recipe(
+        "int8",
+        "8-bit weights in groups along K",
+        _INT8,
+        _INT8_HEAD,
+        Tolerance(0.02, 0.94),
+        embedding_kernel=LINEAR_W8_G32,
+    ),
     "q4_1": Recipe(
         "q4_1",
         "4-bit weights on the grid they came on (a GGUF file of type Q4_1 or Q4_0), 8-bit head",
         _Q4_1,
         _INT8_HEAD,
         Tolerance(0.02, 0.94),
+        embedding_kernel=LINEAR_W8_G32,
         needs_grid=True,
     ),
-    "int4": Recipe("int4", "4-bit weights in the layers, 8-bit head", _INT4, _INT8_HEAD, Tolerance(0.5, 0.6)),
+    "int4": Recipe(
+        "int4",
+        "4-bit weights in the layers, 8-bit head",
+        _INT4,
+        _INT8_HEAD,
+        Tolerance(0.5, 0.6),
+        embedding_kernel=LINEAR_W8_G32,
+    ),
 }
 AUTO_RECIPE = "auto"
 """q4_1 where the weights are on a grid, else int8."""

@@ -1,8 +1,8 @@
-"""The contract of castline's linear operator, and of the embedding that shares its weights.
+"""The contract of castline's linear operator, and of the embedding that shares its formats.
 
 ``castline::Linear`` is one quantised matmul with what surrounds it in a decoder layer: RMSNorm before, and bias, an
-activation (gated or not) and a residual after. ``castline::Embedding`` reads rows of the same packed weights, so that a
-tied embedding is stored once.
+activation (gated or not) and a residual after. ``castline::Embedding`` reads rows of a matrix packed in the same
+way: its own, or that of the head it is tied to.
 
 **Packed weights.** W [N, K], K at most 65,536, in *strips* of 16 output columns. K is padded to a multiple of 64 (K'),
 where activations are zero, and N to whole strips. One 64-byte line of a strip holds 16 columns by 8 (4-bit) or 4
@@ -42,6 +42,7 @@ EMBEDDING: Final = "Embedding"
 STRIP: Final = 16
 """Output columns of a strip."""
 K_ALIGNMENT: Final = 64
+MAX_K: Final = 65_536
 MAXIMA_BLOCK: Final = 64
 ACTIVATION_GROUP: Final = 32
 """Elements of K that share a scale in narrow kernels."""

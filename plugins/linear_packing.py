@@ -3,6 +3,7 @@
 Everything works on blocks of strips, so that a large matrix needs little memory beside its own.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +21,10 @@ _BLOCK_ELEMENTS: Final = 1 << 21
 _Q4_MAX: Final = 15
 _ON_GRID: Final = np.float32(0.02)
 """How far from an integer, in steps of the grid, a weight of a grid can lie through rounding to float32."""
+
+
+class UnpackableError(ValueError):
+    """Weights that a format cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,9 @@ def pack(weight: NDArray[Any], fmt: LinearFormat, group: int) -> PackedWeight:
     """Quantises and packs W [n, k] of any floating dtype.
 
     W4_DM takes the grid from minimum to maximum of a group, or the exact grid where the group lies on one: weights that
-    came out of llama.cpp's Q4_1 are reproduced to the bit. W4 gives -8 to the weight of largest magnitude, as Q4_0; W8
-    gives it 127. Raises ValueError for weights that are not finite or whose scale is beyond float16.
+    came out of llama.cpp's Q4_1 are reproduced to the bit. W4 gives -8 to the weight of largest magnitude, as Q4_0, or
+    the code that reproduces the group to the bit where there is one; W8 gives it 127. Raises UnpackableError for
+    weights that are not finite or whose scale is beyond float16.
     """
     strip_bytes, halves = strip_shape(weight.shape[1], fmt, group)
     strips = -(-len(weight) // STRIP)
@@ -85,17 +91,22 @@ def unpack_gated(packed: PackedWeight, n: int, k: int, fmt: LinearFormat, group:
     return unpack(gate, n, k, fmt, group), unpack(up, n, k, fmt, group)
 
 
-def grid_error(weight: NDArray[Any]) -> float:
-    """Relative error (Frobenius norm) of rounding W [n, k] to W4_DM: about 0 where W is on a Q4_1 grid already."""
+def grid_error(weight: NDArray[Any], fmt: LinearFormat = LinearFormat.W4_DM) -> float:
+    """Relative error (Frobenius norm) of packing W [n, k] as W4_DM or W4, in groups of 32.
+
+    About 0 where W is on such a grid already, and 0 where every weight is reproduced to the bit; infinite where the
+    format cannot hold W.
+    """
     wrong = total = 0.0
     for rows in _row_blocks(weight.shape):
         block = np.asarray(weight[rows], np.float32)
-        quantised, scales = _quantise(block, LinearFormat.W4_DM, 32)
-        d, m = scales[:, :, 0, None].astype(np.float32), scales[:, :, 1, None].astype(np.float32)
-        back = (d * quantised.reshape(*d.shape[:2], -1) + m).reshape(len(quantised), -1)[: len(block), : block.shape[1]]
+        try:
+            back = unpack(pack(block, fmt, 32), len(block), block.shape[1], fmt, 32)
+        except UnpackableError:
+            return math.inf
         wrong += float(np.square(back - block, dtype=np.float64).sum())
         total += float(np.square(block, dtype=np.float64).sum())
-    return float(np.sqrt(wrong / total)) if total else 0.0
+    return math.sqrt(wrong / total) if total else 0.0
 
 
 def _check_group(fmt: LinearFormat, group: int) -> None:
@@ -119,7 +130,7 @@ def _interleave(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
 def _quantise(weight: Floats, fmt: LinearFormat, group: int) -> tuple[Bytes, Halves]:
     """Unsigned codes [rows, K'] of whole strips, and scales [rows, G] or, for W4_DM, [rows, G, 2]."""
     if not np.isfinite(weight).all():
-        raise ValueError("weights are not finite")
+        raise UnpackableError("weights are not finite")
     n, k = weight.shape
     # Activations are zero in the padding. W4_DM repeats the last element there, for a zero would widen its range.
     padded = np.pad(weight, ((0, 0), (0, padded_k(k) - k)), "edge" if fmt == LinearFormat.W4_DM and k else "constant")
@@ -131,7 +142,7 @@ def _quantise(weight: Floats, fmt: LinearFormat, group: int) -> tuple[Bytes, Hal
         else:
             codes, scales = _quantise_symmetric(groups, fmt)
     if not np.isfinite(scales).all():
-        raise ValueError(f"weights are too large: a scale of {fmt.name} is beyond float16")
+        raise UnpackableError(f"weights are too large: a scale of {fmt.name} is beyond float16")
     return codes.reshape(padded.shape), scales
 
 
@@ -144,8 +155,24 @@ def _quantise_symmetric(groups: Floats, fmt: LinearFormat) -> tuple[Bytes, Halve
         low, high, zero = -8, 7, 8
         negative = -groups.min(axis=-1, initial=0) == largest
         scales = np.where(negative, largest / np.float32(8), largest / np.float32(-8)).astype(np.float16)
-    codes = np.clip(_steps(groups, scales), low, high) + np.float32(zero)
-    return codes.astype(np.uint8), scales
+    codes = np.clip(_steps(groups, scales), low, high)
+    if fmt == LinearFormat.W4:
+        _search_symmetric_grids(groups, codes, scales, largest)
+    return (codes + np.float32(zero)).astype(np.uint8), scales
+
+
+def _search_symmetric_grids(groups: Floats, codes: Floats, scales: Halves, largest: Floats) -> None:
+    """Replaces, in place, what is not exact in groups that lie on a grid whose codes do not reach -8: there the largest
+    magnitude has a code from 7 down."""
+    found = np.argwhere((scales[..., None].astype(np.float32) * codes != groups).any(axis=-1))
+    for code in range(7, 0, -1):
+        at = tuple(found.T)
+        sample, step = groups[at], (largest[at] / np.float32(code)).astype(np.float16)
+        steps = _steps(sample, step)
+        exact = (step[..., None].astype(np.float32) * steps == sample).all(axis=-1)
+        at = tuple(found[exact].T)
+        codes[at], scales[at] = steps[exact], step[exact]
+        found = found[~exact]
 
 
 def _quantise_dm(groups: Floats) -> tuple[Bytes, Halves]:

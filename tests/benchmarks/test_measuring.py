@@ -112,11 +112,12 @@ def test_abilities_are_of_features_that_are_looked_for() -> None:
     assert {flag for flags in ABILITIES.values() for flag in flags} <= set(FEATURES)
 
 
-def test_roofline_counts_what_a_step_reads() -> None:
+@pytest.mark.parametrize(("operator", "domain"), [("Gather", ""), ("Embedding", "castline")])
+def test_roofline_counts_what_a_step_reads(operator: str, domain: str) -> None:
     """A table of embeddings that is only looked up is not read, unless the head multiplies by the same bytes."""
     tables = {name: np.zeros((8, 4), np.float32) for name in ("embedding", "weight")}
     nodes = [
-        helper.make_node("Gather", ["embedding", "ids"], ["x"]),
+        helper.make_node(operator, ["embedding", "ids"], ["x"], domain=domain),
         helper.make_node("MatMul", ["x", "weight"], ["y"]),
     ]
     initializers = [numpy_helper.from_array(array, name) for name, array in tables.items()]

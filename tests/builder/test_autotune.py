@@ -24,14 +24,14 @@ from castline.builder.bench import CachedBench, OrtBench, attention_feeds
 from castline.builder.bench_models import inputs, matmul_model
 from castline.builder.cores import physical_cores
 from castline.builder.linear_sites import NO_SURROUNDINGS, Surroundings
-from castline.builder.recipes import FP32, LINEAR_W8_G32, RECIPES, MatmulKernel, Recipe, Tolerance
+from castline.builder.recipes import FP32, LINEAR_W4_G32, LINEAR_W8_G32, RECIPES, MatmulKernel, Recipe, Tolerance
 from castline.builder.tuning_cache import TuningCache, TuningEnvironment, default_cache_dir
 from castline.builder.tuning_cases import AttentionCase, MatmulCase
 from castline.engines.errors import BuildError
 from castline.engines.manifest import Host
 from castline.plugins.contract import AttentionAttributes, KvDtypeCode, kv_pool_name
 from castline.plugins.cpu.session import SessionOptions, native_options
-from castline.plugins.linear import Activation
+from castline.plugins.linear import MAX_K, Activation
 
 ATTENTION = AttentionAttributes(
     layer=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, block_size=32, kv_dtype=KvDtypeCode.INT8
@@ -114,6 +114,30 @@ def test_defaults_are_the_first_kernels_and_all_cores() -> None:
     assert choices.kernels[64, 96] is RECIPES["int4"].layer_kernels[0]
     assert choices.kernels[64, 512] is RECIPES["int4"].head_kernels[0]
     assert (choices.num_threads, choices.block_size, choices.query_tile, choices.kv_split) == (4, 32, 0, 0)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "q4_1", "int4"])
+def test_a_matmul_too_long_for_linear_has_other_kernels(recipe: str) -> None:
+    """Linear refuses K above its limit, and would do so when the finished engine is loaded."""
+    asked = request(recipe=RECIPES[recipe], layer_shapes=((MAX_K, 8), (MAX_K + 1, 8)), head_shapes=((MAX_K + 1, 9),))
+    bench = ScriptedBench()
+    choices = [default_choices(asked).kernels, autotune(asked, bench, lambda: None).kernels]
+    for kernels in choices:
+        assert kernels[MAX_K, 8].is_linear
+        assert not kernels[MAX_K + 1, 8].is_linear
+        assert not kernels[MAX_K + 1, 9].is_linear
+    assert not [case for case in bench.matmuls if case.k > MAX_K and case.kernel.is_linear]
+
+
+def test_weights_on_a_symmetric_grid_have_its_kernel_first() -> None:
+    """It multiplies the same weights with fewer bytes; the head keeps its 8 bits."""
+    symmetric = frozenset({(64, 96)})
+    asked = request(recipe=RECIPES["q4_1"], symmetric_shapes=symmetric)
+    assert asked.kernels((64, 96)) == (LINEAR_W4_G32, *RECIPES["q4_1"].layer_kernels)
+    assert asked.kernels((96, 64)) == RECIPES["q4_1"].layer_kernels
+    assert asked.kernels((64, 512)) == RECIPES["q4_1"].head_kernels
+    slow = ScriptedBench(lambda case: 2.0 if case.kernel.name == LINEAR_W4_G32.name else 1.0)
+    assert autotune(asked, slow, lambda: None).kernels[64, 96].name == "linear-w4dm-g32"
 
 
 def test_picks_the_fastest_of_each() -> None:
@@ -365,6 +389,7 @@ def _options(threads: int) -> ort.SessionOptions:
 
 
 OFFERED = {k.name: k for recipe in RECIPES.values() for k in (*recipe.layer_kernels, *recipe.head_kernels)}
+OFFERED[LINEAR_W4_G32.name] = LINEAR_W4_G32
 AROUND = {
     "bare": NO_SURROUNDINGS,
     "norm": Surroundings(norm=True, bias=True),

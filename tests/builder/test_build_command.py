@@ -131,10 +131,11 @@ def test_engine_estimate_follows_the_recipe() -> None:
     assert sizes[1] >= sizes[2] >= sizes[3]
 
 
-def test_engine_estimate_knows_what_stays_in_fp32() -> None:
-    """An embedding that no matmul reads is not quantised: half of a small model with a large vocabulary."""
+def test_engine_estimate_knows_how_embeddings_are_stored() -> None:
+    """One that no matmul reads has 8 bits beside 4-bit layers: half of a small model with a large vocabulary."""
     half = replace(FACTS, num_lookup_parameters=FACTS.num_parameters // 2)
-    assert engine_bytes(half, RECIPES["int8"]) / FACTS.num_parameters == pytest.approx((4 + 1.125) / 2, rel=0.05)
+    sizes = {name: engine_bytes(half, RECIPES[name]) / FACTS.num_parameters for name in ("fp32", "int8")}
+    assert sizes == pytest.approx({"fp32": 4, "int8": (1.0625 + 1.125) / 2}, rel=0.01)
 
 
 def test_rebuild_command_says_what_was_asked() -> None:

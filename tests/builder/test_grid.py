@@ -1,15 +1,21 @@
 """Which recipe a checkpoint gets: by whether its weights are on a 4-bit grid as they come."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 
 from castline.builder.grid import off_grid, resolve_recipe
 from castline.builder.recipes import RECIPES
+from castline.commands.build import command
 from castline.engines.errors import BuildError
+from castline.engines.manifest import read_manifest
+from castline.plugins.linear import LinearFormat
 
 SIZES: dict[str, Any] = {"vocab_size": 48, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -84,6 +90,66 @@ def test_one_matrix_off_the_grid_is_named() -> None:
     assert off[0] == "model.layers.1.mlp.down_proj.weight"
     assert off[1] > 0.05
     assert resolve_recipe("auto", model) is RECIPES["int8"]
+
+
+def test_weights_that_no_grid_can_hold_are_off_it() -> None:
+    """A minimum beyond float16: 8 bits still hold such weights, so that auto must not fail on them."""
+    model = llama()
+    put_on_grid(model, on_q4_1)
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = 1e6
+    assert off_grid(model) == ("model.layers.1.mlp.down_proj.weight", np.inf)
+    assert resolve_recipe("auto", model) is RECIPES["int8"]
+
+
+Q4_0 = {"linear-w4-g32"}
+Q4_1 = {"linear-w4dm-g32"}
+
+
+@pytest.mark.parametrize(
+    ("grids", "down", "others"),
+    [
+        ({"": on_q4_0}, Q4_0, Q4_0),
+        ({"": on_q4_1}, Q4_1, Q4_1),
+        ({"": on_q4_0, "layers.1.mlp.down_proj": on_q4_1}, Q4_1, Q4_0),
+    ],
+    ids=["Q4_0", "Q4_1", "one layer's down in Q4_1"],
+)
+def test_engines_store_no_minimum_for_a_symmetric_grid(
+    grids: dict[str, Any], down: set[str], others: set[str], tiny_checkpoint: Any, tmp_path: Path
+) -> None:
+    """2 bytes of 20 of every group, and an addition, for a minimum that follows from the step. One kernel serves all
+    matmuls of a shape, so that all must be on the symmetric grid; verify compares the engine with transformers."""
+    save_sharp(tiny_checkpoint("llama", tie_word_embeddings=False), tmp_path / "tiny", grids)
+    arguments = [str(tmp_path / "tiny"), "--no-tune", "--threads", "1", "--output", str(tmp_path / "engines")]
+    done = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    bundle = Path(done.stdout.splitlines()[-1])
+    manifest = read_manifest(bundle)
+    assert manifest.precision.recipe == "q4_1"
+    assert manifest.parity is not None
+    assert manifest.parity.verified
+    kernels = dict(manifest.tuning.matmul)
+    assert kernels.pop("64x272") == "linear-w8-g32"
+    assert {kernels.pop("96x64")} == down
+    assert set(kernels.values()) == others
+    graph = ir.load(bundle / manifest.graph_file).graph
+    formats = {int(n.attributes["format"].as_int()) for n in graph if n.op_type == "Linear"}
+    wanted = {"linear-w4-g32": LinearFormat.W4, "linear-w4dm-g32": LinearFormat.W4_DM}
+    assert formats == {LinearFormat.W8, *(wanted[name] for name in down | others)}
+    assert "model.embed_tokens.weight.w8-g32" in graph.initializers  # untied: packed by itself
+
+
+def save_sharp(source: Path, directory: Path, grids: dict[str, Any]) -> None:
+    """The checkpoint with layers that add little to a token's own embedding, which the head knows again: rounding swaps
+    the best two answers of a random model. The last of *grids* whose name is in a matrix's name holds for it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            scale = 0.03 if name.endswith(("o_proj", "down_proj")) else 1.0
+            grid = [grid for part, grid in grids.items() if part in name][-1]
+            module.weight.data = torch.tensor(grid(scale * module.weight.data.numpy()))
+    model.save_pretrained(directory)
+    transformers.AutoTokenizer.from_pretrained(source).save_pretrained(directory)
 
 
 def test_unknown_recipes_list_the_known_ones() -> None:

@@ -145,8 +145,8 @@ def corrupt_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scales of one matmul, eight times too large."""
     real = pipeline.quantize
 
-    def corrupted(model: ir.Model, choices: Any) -> Any:
-        done = real(model, choices)
+    def corrupted(model: ir.Model, *choices: Any) -> Any:
+        done = real(model, *choices)
         name = next(name for name in model.graph.initializers if "layers.0" in name and name.endswith(".scales"))
         value = model.graph.initializers[name]
         assert value.const_value is not None

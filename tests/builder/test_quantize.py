@@ -28,8 +28,8 @@ from castline.builder.recipes import (
 )
 from castline.engines.errors import BuildError
 from castline.plugins.cpu.session import SessionOptions, native_options
-from castline.plugins.linear import MAXIMA_BLOCK, Activation
-from castline.plugins.linear_packing import pack, unpack
+from castline.plugins.linear import MAX_K, MAXIMA_BLOCK, Activation
+from castline.plugins.linear_packing import pack, padded_k, unpack
 
 T, K, N = 6, 96, 40
 
@@ -46,6 +46,8 @@ WEIGHTS: dict[str, NDArray[Any]] = {
     "halves": np.array([N // 2, N // 2]),
     "thirds": np.array([10, 30]),
     "e": normal(48, K, seed=5) / 4,
+    "long": 1 + normal(MAX_K + 32, 4, seed=9) / 8,
+    "places": normal(8, K, seed=6) / 4,
 }
 
 
@@ -199,6 +201,18 @@ def test_an_input_of_unknown_rows_falls_back(tmp_path: Path) -> None:
     assert node.attributes["bits"].as_int() == FALLBACK.bits
 
 
+def test_a_matmul_too_long_for_linear_runs(tmp_path: Path) -> None:
+    """Every recipe has a kernel that takes any K, and what it makes can be loaded."""
+    k = MAX_K + 32
+    text = f"(float[T, {k}] x) => (float[T, 4] y) {{ y = MatMul (x, long) }}"
+    for name in ("int8", "q4_1", "int4"):
+        kernel = next(kernel for kernel in RECIPES[name].layer_kernels if kernel.takes(k))
+        model = graph(text)
+        quantize(model, {(k, 4): kernel})
+        found = run(model, {"x": np.ones((1, k), np.float32)}, tmp_path)[0]
+        np.testing.assert_allclose(found, WEIGHTS["long"].sum(0)[None], rtol=0.02)
+
+
 TIED = """(int64[T] ids) => (float[T, 48] logits) {
     x = Gather (e, ids)
     m = MatMul (x, w) a = Relu (m) back = MatMul (a, w2)
@@ -224,6 +238,72 @@ def test_a_tied_embedding_reads_the_heads_bytes(kernel: MatmulKernel, tmp_path: 
     e = unpack(pack(WEIGHTS["e"], kernel.format, kernel.block), 48, K, kernel.format, kernel.block)
     hidden = np.maximum(e[IDS["ids"]] @ WEIGHTS["w"], 0) @ WEIGHTS["w2"]
     assert np.abs(found - np.tanh(hidden @ e.T)).max() < 0.05
+
+
+UNTIED = f"""(int64[T] input_ids, int64[T] positions) => (float[T, {N}] logits) {{{{
+    token = Gather (e, {{ids}}) place = Gather (places, positions) x = Add (token, place) logits = MatMul (x, w)
+}}}}"""
+UNTIED_FEEDS = {"input_ids": IDS["ids"], "positions": np.array([0, 1, 2, 3])}
+
+
+def packed_table(text: str, embedding: MatmulKernel = LINEAR_W8_G32) -> ir.Model:
+    model = graph(text)
+    quantize(model, dict.fromkeys(matmul_shapes(model), LINEAR_W8_G32), embedding)
+    return model
+
+
+def test_an_embedding_of_its_own_is_packed(tmp_path: Path) -> None:
+    """In fp32 the table of an untied model is four times its share of the file. Positions are few, and stay exact."""
+    text = UNTIED.format(ids="input_ids")
+    before = run(graph(text), UNTIED_FEEDS, tmp_path)[0]
+    model = packed_table(text)
+    found = run(model, UNTIED_FEEDS, tmp_path)[0]
+    assert operators(model) == {"Embedding": 1, "Gather": 1, "Add": 1, "Linear": 1}
+    assert np.abs(found - before).max() < 0.03 * np.abs(before).max()
+    stored = {name: value.const_value for name, value in ir.load(tmp_path / GRAPH_NAME).graph.initializers.items()}
+    assert {name for name in stored if name.startswith("e")} == {"e.w8-g32", "e.w8-g32.scales"}
+    assert stored["e.w8-g32"].nbytes == 48 * padded_k(K)
+    assert stored["places"].nbytes == WEIGHTS["places"].nbytes
+
+
+def test_an_embedding_under_a_batch_axis(tmp_path: Path) -> None:
+    """Some models keep their batch axis, and look [1, T] ids up."""
+    text = f"""(int64[T] input_ids) => (float[1, T, {N}] logits) {{
+        first = Constant <value = int64[1] {{0}}> () ids = Unsqueeze (input_ids, first)
+        x = Gather (e, ids) logits = MatMul (x, w)
+    }}"""
+    feeds = {"input_ids": IDS["ids"]}
+    before = run(graph(text), feeds, tmp_path)[0]
+    model = packed_table(text)
+    found = run(model, feeds, tmp_path)[0]
+    assert operators(model)["Embedding"] == 1
+    assert np.abs(found - before).max() < 0.03 * np.abs(before).max()
+
+
+OTHER_READS = {
+    "of positions": UNTIED.format(ids="positions"),
+    "along the other axis": "(int64[T] input_ids) => (float[48, T] x) { x = Gather <axis = 1> (e, input_ids) }",
+    "of a table that is read whole": f"""(int64[T] input_ids) => (float[T, {K}] x, float[48, {K}] y) {{
+        x = Gather (e, input_ids) y = Tanh (e)
+    }}""",
+    "of ids computed from others": f"""(int64[T] input_ids) => (float[T, {K}] x) {{
+        other = Abs (input_ids) x = Gather (e, other)
+    }}""",
+}
+
+
+@pytest.mark.parametrize("case", OTHER_READS)
+def test_other_lookups_stay(case: str) -> None:
+    """Only rows of token ids are what an Embedding gives."""
+    found = operators(packed_table(OTHER_READS[case]))
+    assert found["Embedding"] == 0
+    assert found["Gather"] > 0
+
+
+def test_fp32_leaves_the_embedding_alone() -> None:
+    """The fp32 recipe loses nothing."""
+    assert operators(packed_table(UNTIED.format(ids="input_ids"), RECIPES["fp32"].embedding_kernel))["Embedding"] == 0
+    assert {name for name, entry in RECIPES.items() if not entry.embedding_kernel.is_linear} == {"fp32"}
 
 
 @pytest.mark.parametrize("last", ["logits = MatMul (x, w)", "y = MatMul (x, w) logits = Tanh (y)"])

@@ -6,7 +6,7 @@ import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from castline.plugins.cpu.linear_model import IDS, SCALES, WEIGHT, serialise_embedding_model, serialise_linear_model
-from castline.plugins.linear import EmbeddingAttributes, LinearFormat
+from castline.plugins.linear import MAX_K, EmbeddingAttributes, LinearFormat
 from castline.plugins.linear_packing import pack
 
 INVALID = (ort_errors.InvalidArgument, ort_errors.Fail)
@@ -87,6 +87,7 @@ def test_norm_weight_must_fit_norm(tools, linear_tools) -> None:
     [
         ({"k": 0}, "k 0"),
         ({"k": 1 << 30}, "k 1073741824"),
+        ({"k": MAX_K + 1}, f"k {MAX_K + 1} is not in 1 .. {MAX_K}$"),
         ({"n": 0}, "n 0"),
         ({"format": 3}, "format 3"),
         ({"format": -1}, "format -1"),

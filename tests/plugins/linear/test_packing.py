@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castline.plugins.linear import LINEAR_GROUPS, LinearFormat
-from castline.plugins.linear_packing import grid_error, pack, pack_gated, strip_shape, unpack, unpack_gated
+from castline.plugins.linear_packing import (
+    UnpackableError,
+    grid_error,
+    pack,
+    pack_gated,
+    strip_shape,
+    unpack,
+    unpack_gated,
+)
 
 FORMATS = [(fmt, group) for fmt, groups in LINEAR_GROUPS.items() for group in groups]
 
@@ -43,12 +51,39 @@ def test_a_grid_that_reaches_neither_end_is_reproduced(seed, codes, ends) -> Non
     np.testing.assert_allclose(back, weight, rtol=3e-7, atol=3e-7 * np.abs(weight).max())
 
 
+def symmetric_weights(seed, n, k, low, high):
+    """W [n, k] on random Q4_0 grids, steps of either sign, codes low .. high from the middle."""
+    rng = np.random.default_rng(seed)
+    d = (2.0 ** rng.uniform(-12, 2, (n, -(-k // 32), 1)) * rng.choice([-1, 1], (n, 1, 1))).astype(np.float16)
+    q = rng.integers(low, high + 1, (n, d.shape[1], 32))
+    return (d.astype(np.float32) * q.astype(np.float32)).reshape(n, -1)[:, :k]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), ends=st.tuples(st.integers(-8, 7), st.integers(-8, 7)), k=st.integers(1, 200))
+def test_a_symmetric_grid_is_reproduced_to_the_bit(seed, ends, k) -> None:
+    """Whether its codes reach -8 or not: some quantisers scale by the largest magnitude, others search for the step."""
+    weight = symmetric_weights(seed, 24, k, min(ends), max(ends))
+    np.testing.assert_array_equal(unpack(pack(weight, LinearFormat.W4, 32), 24, k, LinearFormat.W4, 32), weight)
+    assert grid_error(weight, LinearFormat.W4) == 0.0
+    assert grid_error(weight) < 1e-3  # a minimum of 7 steps is rounded to float16
+
+
+def test_a_grid_with_a_minimum_is_not_symmetric() -> None:
+    """Taken for symmetric, Q4_1's weights would lose what they have over Q4_0's; one group is enough."""
+    assert grid_error(grid_weights(1, 64, 320), LinearFormat.W4) > 0.01
+    weight = symmetric_weights(2, 64, 320, -8, 7)
+    weight[63, 288:] += np.float32(0.01)
+    assert grid_error(weight, LinearFormat.W4) > 0.0
+
+
 def test_grid_error_tells_grids_from_other_weights() -> None:
     """The builder chooses the default format by it."""
     rng = np.random.default_rng(0)
     assert grid_error(grid_weights(1, 64, 320, 2, 11, ends=False)) < 1e-6
     assert 0.05 < grid_error(rng.standard_normal((64, 320)).astype(np.float32)) < 0.12
     assert grid_error(np.zeros((3, 64), np.float32)) == 0.0
+    assert grid_error(np.full((3, 64), 1e6, np.float32)) == np.inf
 
 
 @pytest.mark.parametrize(("fmt", "group"), FORMATS)
@@ -128,8 +163,8 @@ def test_bad_weights_are_refused() -> None:
     weight = np.ones((16, 64), np.float32)
     with pytest.raises(ValueError, match="takes groups of"):
         pack(weight, LinearFormat.W4_DM, 64)
-    with pytest.raises(ValueError, match="beyond float16"):
+    with pytest.raises(UnpackableError, match="beyond float16"):
         pack(weight * np.float32(1e6), LinearFormat.W4_DM, 32)
     weight[3, 4] = np.nan
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(UnpackableError, match="not finite"):
         pack(weight, LinearFormat.W8, 0)
