@@ -44,6 +44,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "X1": (Metric("output_tok_s", "output", "tok/s", True), Metric("ttft_ms", "TTFT p50", "ms", False)),
     "X2": (Metric("decode_tok_s", "decode", "tok/s", True), Metric("ttft_ms", "TTFT", "ms", False)),
+    "X3": (
+        Metric("serving_us", "serving process, a token", "µs of a core", False),
+        Metric("serving_percent", "serving process ÷ engine process, CPU time", "%", False),
+    ),
+    "X4": (Metric("idle_percent", "both processes, of a core", "%", False),),
 }
 """Of each workload; by the first, guessing ahead is shown."""
 

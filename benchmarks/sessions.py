@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.errors import JobFailed, Unavailable
 from benchmarks.figures import Outcome
@@ -91,7 +91,7 @@ class HttpSession(Session):
         model: str,
         log: Path,
         environment: Mapping[str, str],
-    ) -> "HttpSession":
+    ) -> Self:
         """*command* takes the port to listen on. Raises Unavailable where no token comes in time."""
         port = _free_port()
         begun = time.monotonic()
@@ -184,19 +184,7 @@ class DriverSession(Session):
         return cls(Group.start(command, log, driver_environment(environment), talks=True))
 
     def run(self, job: Job, limit_s: float) -> Outcome:
-        answer = self.call(
-            "job",
-            requests=[[list(request.prompt), request.max_tokens] for request in job.requests],
-            concurrency=job.concurrency,
-            late=[list(job.late.prompt), job.late.max_tokens] if job.late else None,
-            late_after=job.late_after,
-            limit_s=limit_s,
-        )
-        records = [
-            _record(i, request, t) for i, (request, t) in enumerate(zip(job.requests, answer["requests"], strict=True))
-        ]
-        late = _record(len(records), job.late, answer["late"]) if job.late and answer["late"] else None
-        return Outcome(answer["begun"], tuple(records), late)
+        return outcome_of(job, self.call("job", **job_fields(job, limit_s)))
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         tokens: list[int] = self.call("generate", prompt=list(prompt), max_tokens=max_tokens)["tokens"]
@@ -224,6 +212,26 @@ class DriverSession(Session):
 def driver_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Drivers are found in the source tree, whatever the working directory."""
     return {"PYTHONPATH": str(ROOT), **extra}
+
+
+def job_fields(job: Job, limit_s: float) -> dict[str, Any]:
+    """A job as `benchmarks.drivers.protocol` has it."""
+    return {
+        "requests": [[list(request.prompt), request.max_tokens] for request in job.requests],
+        "concurrency": job.concurrency,
+        "late": [list(job.late.prompt), job.late.max_tokens] if job.late else None,
+        "late_after": job.late_after,
+        "limit_s": limit_s,
+    }
+
+
+def outcome_of(job: Job, answer: dict[str, Any]) -> Outcome:
+    """From the answer to such a job."""
+    records = [
+        _record(i, request, t) for i, (request, t) in enumerate(zip(job.requests, answer["requests"], strict=True))
+    ]
+    late = _record(len(records), job.late, answer["late"]) if job.late and answer["late"] else None
+    return Outcome(answer["begun"], tuple(records), late)
 
 
 def _record(index: int, request: Request, track: dict[str, Any]) -> RequestRecord:
