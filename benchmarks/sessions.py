@@ -91,13 +91,14 @@ class HttpSession(Session):
         model: str,
         log: Path,
         environment: Mapping[str, str],
+        timeout_s: float = START_TIMEOUT_S,
     ) -> Self:
         """*command* takes the port to listen on. Raises Unavailable where no token comes in time."""
         port = _free_port()
         begun = time.monotonic()
         session = cls(Group.start(command(port), log, environment), f"http://127.0.0.1:{port}", model)
         with session.stopped_on_failure():
-            session._wait_until_ready(begun, ready_path)
+            session._wait_until_ready(begun, ready_path, timeout_s)
             session._note_first_token(begun)
         return session
 
@@ -108,19 +109,23 @@ class HttpSession(Session):
             raise (JobFailed(f"not done within {limit_s:g} s") if self.group.alive else self._died()) from None
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> str:
-        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
+        return str(self.complete(prompt, max_tokens)["text"])
+
+    def complete(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+        """The only choice of a greedy completion. *fields*: further ones of the request. Raises JobFailed."""
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, **fields}
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
-                text = json.load(response)["choices"][0]["text"]
-        except (OSError, KeyError, ValueError) as error:
+                choice: dict[str, Any] = json.load(response)["choices"][0]
+        except (OSError, LookupError, ValueError) as error:
             raise JobFailed(f"no answer over HTTP: {error}") from None
-        return str(text)
+        return choice
 
-    def _wait_until_ready(self, begun: float, path: str) -> None:
-        while time.monotonic() - begun < START_TIMEOUT_S:
+    def _wait_until_ready(self, begun: float, path: str, timeout_s: float) -> None:
+        while time.monotonic() - begun < timeout_s:
             if not self.group.alive:
                 raise self._died()
             try:
@@ -128,7 +133,7 @@ class HttpSession(Session):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(POLL_S)
-        raise JobFailed(f"not ready within {START_TIMEOUT_S:g} s")
+        raise JobFailed(f"not ready within {timeout_s:g} s")
 
 
 async def _load(url: str, model: str, job: Job, limit_s: float) -> Outcome:
