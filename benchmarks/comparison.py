@@ -110,6 +110,8 @@ GAP_LIMIT = 3.0
 """castline's own worst gap beside a long prompt, as a multiple of its median."""
 ROOFLINE_SHARE = 0.8
 QUEUE_COST = 0.05
+SERVING_PERCENT = 5.0
+"""Of the engine's processor time: the serving process's, at 64 streams."""
 
 
 def better(metric: Metric, one: float, other: float) -> bool:

@@ -32,6 +32,8 @@ def results(make_results: MakeResults) -> Results:
             ("W4", "castline", "gap_alone_ratio"): [8.0, 9.0, 12.0],
             ("X1@64", "castline", "output_tok_s"): [1000.0],
             ("X1@256", "castline", "output_tok_s"): [900.0],
+            ("X3 HTTP", "castline", "serving_percent"): [3.0, 4.0],
+            ("X3 gRPC", "castline", "serving_percent"): [6.0],
         },
     )
 
@@ -67,6 +69,8 @@ def test_own_targets(results: Results) -> None:
     assert "throughput lost (1,000 → 900 tok/s) | 10.0% | ≤ 5% | short |" in text
     assert "is computed ÷ the median gap meanwhile | 2.5 (2…2.6) | ≤ 3 | held |" in text
     assert "is computed ÷ the median gap before and after | 9 (8…12) | – | shown, not judged |" in text
+    assert "over HTTP: CPU time of the serving process ÷ the engine's, % | 3.5 (3…4, 2 rounds) | ≤ 5 | held |" in text
+    assert "over gRPC: CPU time of the serving process ÷ the engine's, % | 6 (1 round) | ≤ 5 | short |" in text
 
 
 def test_each_round_has_its_own_roof(results: Results) -> None:
