@@ -41,7 +41,7 @@ class Vllm(System):
             "served by": " ".join(["python -m", SERVER, *OPTIONS]),
             "environment": ", ".join(f"{name}={value}" for name, value in VARIABLES.items()),
             "KV": f"bf16, {KV_GIB} GiB",
-            "compiled": "by torch.compile, its default, in its first start; later starts find it",
+            "compiled": "by torch.compile, its default, in each start; after the first out of torch's cache",
             "preloaded": ", ".join(path.name for path in self._preloads()) or "nothing",
         }
 

@@ -11,6 +11,7 @@ from benchmarks.bandwidth import LARGE_BYTES, SMALL_BYTES, Bandwidth
 from benchmarks.comparison import METRICS, Spread
 from benchmarks.document import document
 from benchmarks.picture import figure_of
+from benchmarks.quality import Quality
 from benchmarks.results import Results, Sample, read_results, write_results
 from benchmarks.wording import number, over_rounds, spread_text
 
@@ -106,6 +107,13 @@ def test_what_was_not_run_is_named(results: Results) -> None:
     assert "by `python -m benchmarks --systems castline,fine` in" in text
     assert "Known to the benchmark and not run:\n\n- coarse's label; fine's label: not asked for\n" in text
     assert "**coarse's label**" not in text
+
+
+def test_a_rival_without_logits_is_named_with_its_perplexity(results: Results) -> None:
+    """Prevents "KL not measured" in the column of equal quality, without a word on what it is judged by."""
+    results.system("fine").quality = Quality(perplexity=14.0)
+    row = next(line for line in document(results).splitlines() if line.startswith("| W1 decode"))
+    assert "fine's label (KL not measured, perplexity 14.00): 150" in row
 
 
 def test_quality_stands_beside_every_speed(results: Results) -> None:
