@@ -11,6 +11,8 @@ quality          a system's logits against the reference's
 systems          castline and each peer: install, convert, start, settings
 drivers          programs that run inside a peer's environment, where it has no server
 sessions         a started system: run a job, suspend, resume, weigh, stop
+doors            castline's session: HTTP or gRPC, and the processor time of its two processes
+grpc_client      the load over gRPC, in a process of its own
 processes        process groups: signals, memory, processor time
 machine          what the figures were measured on, and whether it was quiet
 bandwidth        measured memory read bandwidth, and what of it a decode step uses

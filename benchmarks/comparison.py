@@ -44,6 +44,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "X1": (Metric("output_tok_s", "output", "tok/s", True), Metric("ttft_ms", "TTFT p50", "ms", False)),
     "X2": (Metric("decode_tok_s", "decode", "tok/s", True), Metric("ttft_ms", "TTFT", "ms", False)),
+    "X3": (
+        Metric("serving_us", "serving process, a token", "µs of a core", False),
+        Metric("serving_percent", "serving process ÷ engine process, CPU time", "%", False),
+    ),
+    "X4": (Metric("idle_percent", "both processes, of a core", "%", False),),
 }
 """Of each workload; by the first, guessing ahead is shown."""
 
@@ -105,6 +110,8 @@ GAP_LIMIT = 3.0
 """castline's own worst gap beside a long prompt, as a multiple of its median."""
 ROOFLINE_SHARE = 0.8
 QUEUE_COST = 0.05
+SERVING_PERCENT = 5.0
+"""Of the engine's processor time: the serving process's, at 64 streams."""
 
 
 def better(metric: Metric, one: float, other: float) -> bool:

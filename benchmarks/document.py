@@ -74,7 +74,10 @@ in fp32 on the 1,212 tokens of `builder/data/verify.txt`, and then runs the roun
   long request to its first token; a gap that reaches into that time counts there. "Before and after" is all other gaps.
 - Memory bandwidth is read right before and after castline's W1 in every round, with all threads, each time the fastest
   of several passes; the faster of the two is what that round's rate is held against.
-- Quality is equal where a peer's mean KL is at most 1.1 times castline's.
+- X3 and X4 read the processor time of castline's serving process and of its engine process, which the system counts in
+  hundredths of a second. The load comes from another process, over 64 connections (HTTP) or one (gRPC).
+- Quality is equal where a peer's mean KL is at most 1.1 times castline's; of a peer that gives no logits, where its
+  perplexity is at most 1.002 times castline's.
 """
 
 

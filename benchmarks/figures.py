@@ -13,12 +13,22 @@ Figures = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
+class CpuUse:
+    """Seconds of processors that castline's serving process and its engine process took."""
+
+    serving: float
+    engine: float
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a job. Times are seconds of one clock."""
 
     begun: float
     records: tuple[RequestRecord, ...]
     late: RequestRecord | None = None
+    cpu: CpuUse | None = None
+    """Of castline alone."""
 
     @property
     def seconds(self) -> float:
@@ -99,6 +109,17 @@ def long_prompt_figures(outcome: Outcome) -> Figures:
     return figures
 
 
+def serving_figures(outcome: Outcome) -> Figures:
+    """What serving costs: of a core a token, and in per cent of what the engine takes."""
+    if outcome.cpu is None or outcome.cpu.engine <= 0:
+        raise JobFailed("the processor time of its engine process is not known")
+    tokens = sum(record.output_tokens for record in outcome.records)
+    return {
+        "serving_us": outcome.cpu.serving / tokens * 1e6,
+        "serving_percent": outcome.cpu.serving / outcome.cpu.engine * 100,
+    }
+
+
 BY_WORKLOAD: dict[str, Callable[[Outcome], Figures]] = {
     "W1": stream_figures,
     "W2": throughput_figures,
@@ -108,6 +129,7 @@ BY_WORKLOAD: dict[str, Callable[[Outcome], Figures]] = {
     "W6": prefill_figures,
     "X1": throughput_figures,
     "X2": stream_figures,
+    "X3": serving_figures,
 }
 
 

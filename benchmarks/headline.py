@@ -6,6 +6,7 @@ from benchmarks.comparison import (
     METRICS,
     QUEUE_COST,
     ROOFLINE_SHARE,
+    SERVING_PERCENT,
     TARGETS,
     Metric,
     Spread,
@@ -63,7 +64,7 @@ def _target_row(results: Results, target: Target) -> list[str] | None:
 
 def castline_alone(results: Results) -> str:
     """What castline is held to without a peer; empty where nothing of it was measured."""
-    rows = [*_gap_rows(results), *_queue_rows(results), *_bandwidth_rows(results)]
+    rows = [*_gap_rows(results), *_queue_rows(results), *_serving_rows(results), *_bandwidth_rows(results)]
     if not rows:
         return ""
     quality = results.system(CASTLINE).quality
@@ -91,6 +92,17 @@ def _queue_rows(results: Results) -> list[list[str]]:
     cost = 1 - many.median / few.median
     what = f"256 waiting instead of 64: throughput lost ({number(few.median)} → {number(many.median)} tok/s)"
     return [[what, f"{cost:.1%}", f"≤ {QUEUE_COST:.0%}", _held(cost <= QUEUE_COST)]]
+
+
+def _serving_rows(results: Results) -> list[list[str]]:
+    rows = []
+    for door in ("HTTP", "gRPC"):
+        percent = results.spreads(f"X3 {door}", "serving_percent").get(CASTLINE)
+        if percent is not None:
+            what = f"64 streams over {door}: CPU time of the serving process ÷ the engine's, %"
+            held = _held(percent.median <= SERVING_PERCENT)
+            rows.append([what, _spread(results, percent), f"≤ {SERVING_PERCENT:g}", held])
+    return rows
 
 
 def _bandwidth_rows(results: Results) -> list[list[str]]:

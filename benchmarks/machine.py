@@ -109,9 +109,9 @@ class CpuTimes:
 
 
 def own_cpu_seconds() -> float:
-    """Of this process."""
+    """Of this process, and of those it started and has waited for."""
     times = os.times()
-    return times.user + times.system
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def noise(seconds: float = 2.0) -> float:

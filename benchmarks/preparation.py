@@ -13,6 +13,7 @@ from benchmarks.quality import Quality
 from benchmarks.results import SystemReport
 from benchmarks.systems.base import Context, System
 from benchmarks.systems.catalogue import Entry
+from benchmarks.wording import quality_text
 
 ANSWER_TOKENS = 32
 
@@ -48,9 +49,7 @@ def prepare(system: System, report: SystemReport, context: Context) -> None:
     report.settings, report.versions = system.settings, system.versions()
     _ask(system, report, context)
     report.quality = _quality(system, report, context)
-    quality = report.quality
-    if quality.mean_kl is not None:
-        print(f"  mean KL {quality.mean_kl:.4g}, perplexity {quality.perplexity:.3f}", file=sys.stderr, flush=True)
+    print(f"  {quality_text(report.quality)}", file=sys.stderr, flush=True)
 
 
 def _ask(system: System, report: SystemReport, context: Context) -> None:

@@ -1,5 +1,7 @@
 """How far a system's numbers are from transformers in fp32, on the text and by the measures of castline's own gate."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +40,12 @@ def compare(logits_path: Path, reference_path: Path, passages: list[list[int]], 
         comparison.add(reference[rows], logits[rows], targets)
         first += len(passage)
     return Quality(comparison.mean_kl, comparison.top1_agreement, comparison.perplexity, comparison.num_tokens, how)
+
+
+def of_logprobs(passages: Sequence[Sequence[float]], how: str) -> Quality:
+    """Perplexity alone: from the log-probability, in nats, of each token of each passage but its first."""
+    each = [logprob for passage in passages for logprob in passage]
+    return Quality(perplexity=math.exp(-sum(each) / len(each)), num_tokens=len(each) + len(passages), how=how)
 
 
 def equal_or_better(peer: Quality, ours: Quality) -> bool:

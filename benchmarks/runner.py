@@ -25,6 +25,7 @@ from benchmarks.workloads import Cell, Draw, Job
 OURS = (CASTLINE, SPECULATIVE)
 SPECULATED = ("W1", "W3", "X2")
 """What the speculative variant is measured on."""
+IDLE_S = 20.0
 LADDER_STOP_S = 45.0
 """A sweep's point that took longer ends the sweep of that system: the next would take longer still."""
 
@@ -111,7 +112,7 @@ class Runner:
         session.group.resume()
         try:
             if cell.job is None:
-                sample = self._weigh(number, prepared, session)
+                sample = (self._idle if cell.workload == "X4" else self._weigh)(number, prepared, session)
             else:
                 sample = self._measure(number, cell, prepared, session, cell.job(draw))
         except JobFailed as error:
@@ -151,6 +152,16 @@ class Runner:
         if pool is not None:
             values["without_kv_mib"] = (memory - pool) / 2**20
         return Sample(number, prepared.system.name, "W8", values, 0.0)
+
+    def _idle(self, number: int, prepared: Prepared, session: Session) -> Sample:
+        """Processor time of a system that has nothing to do, after what it still had to do has been given time."""
+        seconds = IDLE_S / 10 if self.draw.quick else IDLE_S
+        time.sleep(seconds / 10)
+        before, own, theirs = CpuTimes.now(), own_cpu_seconds(), session.group.cpu_seconds()
+        time.sleep(seconds)
+        used = session.group.cpu_seconds() - theirs
+        others = before.others_share(CpuTimes.now(), used + own_cpu_seconds() - own)
+        return Sample(number, prepared.system.name, "X4", {"idle_percent": used / seconds * 100}, seconds, others)
 
     def _wanted_cells(self, prepared: Prepared) -> list[Cell]:
         """castline's own extras are its alone, and its guessing variant is measured where guessing matters."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.errors import JobFailed, Unavailable
 from benchmarks.figures import Outcome
@@ -91,13 +91,14 @@ class HttpSession(Session):
         model: str,
         log: Path,
         environment: Mapping[str, str],
-    ) -> "HttpSession":
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> Self:
         """*command* takes the port to listen on. Raises Unavailable where no token comes in time."""
         port = _free_port()
         begun = time.monotonic()
         session = cls(Group.start(command(port), log, environment), f"http://127.0.0.1:{port}", model)
         with session.stopped_on_failure():
-            session._wait_until_ready(begun, ready_path)
+            session._wait_until_ready(begun, ready_path, timeout_s)
             session._note_first_token(begun)
         return session
 
@@ -108,19 +109,23 @@ class HttpSession(Session):
             raise (JobFailed(f"not done within {limit_s:g} s") if self.group.alive else self._died()) from None
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> str:
-        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
+        return str(self.complete(prompt, max_tokens)["text"])
+
+    def complete(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+        """The only choice of a greedy completion. *fields*: further ones of the request. Raises JobFailed."""
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, **fields}
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
-                text = json.load(response)["choices"][0]["text"]
-        except (OSError, KeyError, ValueError) as error:
+                choice: dict[str, Any] = json.load(response)["choices"][0]
+        except (OSError, LookupError, ValueError) as error:
             raise JobFailed(f"no answer over HTTP: {error}") from None
-        return str(text)
+        return choice
 
-    def _wait_until_ready(self, begun: float, path: str) -> None:
-        while time.monotonic() - begun < START_TIMEOUT_S:
+    def _wait_until_ready(self, begun: float, path: str, timeout_s: float) -> None:
+        while time.monotonic() - begun < timeout_s:
             if not self.group.alive:
                 raise self._died()
             try:
@@ -128,7 +133,7 @@ class HttpSession(Session):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(POLL_S)
-        raise JobFailed(f"not ready within {START_TIMEOUT_S:g} s")
+        raise JobFailed(f"not ready within {timeout_s:g} s")
 
 
 async def _load(url: str, model: str, job: Job, limit_s: float) -> Outcome:
@@ -184,19 +189,7 @@ class DriverSession(Session):
         return cls(Group.start(command, log, driver_environment(environment), talks=True))
 
     def run(self, job: Job, limit_s: float) -> Outcome:
-        answer = self.call(
-            "job",
-            requests=[[list(request.prompt), request.max_tokens] for request in job.requests],
-            concurrency=job.concurrency,
-            late=[list(job.late.prompt), job.late.max_tokens] if job.late else None,
-            late_after=job.late_after,
-            limit_s=limit_s,
-        )
-        records = [
-            _record(i, request, t) for i, (request, t) in enumerate(zip(job.requests, answer["requests"], strict=True))
-        ]
-        late = _record(len(records), job.late, answer["late"]) if job.late and answer["late"] else None
-        return Outcome(answer["begun"], tuple(records), late)
+        return outcome_of(job, self.call("job", **job_fields(job, limit_s)))
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         tokens: list[int] = self.call("generate", prompt=list(prompt), max_tokens=max_tokens)["tokens"]
@@ -224,6 +217,26 @@ class DriverSession(Session):
 def driver_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Drivers are found in the source tree, whatever the working directory."""
     return {"PYTHONPATH": str(ROOT), **extra}
+
+
+def job_fields(job: Job, limit_s: float) -> dict[str, Any]:
+    """A job as `benchmarks.drivers.protocol` has it."""
+    return {
+        "requests": [[list(request.prompt), request.max_tokens] for request in job.requests],
+        "concurrency": job.concurrency,
+        "late": [list(job.late.prompt), job.late.max_tokens] if job.late else None,
+        "late_after": job.late_after,
+        "limit_s": limit_s,
+    }
+
+
+def outcome_of(job: Job, answer: dict[str, Any]) -> Outcome:
+    """From the answer to such a job."""
+    records = [
+        _record(i, request, t) for i, (request, t) in enumerate(zip(job.requests, answer["requests"], strict=True))
+    ]
+    late = _record(len(records), job.late, answer["late"]) if job.late and answer["late"] else None
+    return Outcome(answer["begun"], tuple(records), late)
 
 
 def _record(index: int, request: Request, track: dict[str, Any]) -> RequestRecord:

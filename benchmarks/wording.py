@@ -49,12 +49,14 @@ def over_rounds(rounds: int) -> str:
 
 
 def kl_text(quality: Quality) -> str:
-    return "KL not measured" if quality.mean_kl is None else f"KL {quality.mean_kl:.4f}"
+    """With the perplexity where that is all there is to judge by."""
+    return quality_text(quality) if quality.mean_kl is None else f"KL {quality.mean_kl:.4f}"
 
 
 def quality_text(quality: Quality) -> str:
     """With the perplexity too, where it is known."""
-    return kl_text(quality) + ("" if quality.perplexity is None else f", perplexity {quality.perplexity:.2f}")
+    kl = "KL not measured" if quality.mean_kl is None else f"KL {quality.mean_kl:.4f}"
+    return kl + ("" if quality.perplexity is None else f", perplexity {quality.perplexity:.2f}")
 
 
 def label_with_kl(report: SystemReport) -> str:

@@ -13,6 +13,7 @@ from benchmarks.prompts import Vocabulary
 
 Need = Literal["batching", "prefix_cache", "castline"]
 """``batching``: requests join a running batch. ``castline``: castline's own extras, without peers."""
+Door = Literal["http", "grpc"]
 
 CONCURRENCIES = (1, 4, 8, 16, 32, 64)
 SHARED_TOKENS = 1000
@@ -30,13 +31,15 @@ class Request:
 class Job:
     """A closed loop of *concurrency* over the requests, in order.
 
-    With ``late``: that request starts, beside the others, once each of them has ``late_after`` tokens.
+    With ``late``: that request starts, beside the others, once each of them has ``late_after`` tokens. ``door`` is for
+    castline's own cells: what is measured beside peers goes over HTTP.
     """
 
     requests: tuple[Request, ...]
     concurrency: int
     late: Request | None = None
     late_after: int = 0
+    door: Door = "http"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Cell:
     workload: str
     title: str
     job: Callable[[Draw], Job] | None = None
-    """None: measured beside the jobs, when a system starts (W7) or after W1 (W8)."""
+    """None: measured beside the jobs, when a system starts (W7), after W1 (W8) or while it has none (X4)."""
     needs: frozenset[Need] = frozenset()
 
 
@@ -137,6 +140,16 @@ def text_stream(draw: Draw) -> Job:
     return Job(tuple(Request(text[:128], draw.count(128, 32)) for text in texts), concurrency=1)
 
 
+def many_streams(door: Door) -> Callable[[Draw], Job]:
+    """Enough tokens for what serving takes to be counted in hundredths of a second."""
+
+    def job(draw: Draw) -> Job:
+        count = draw.count(64, 8)
+        return Job(same_length(draw, f"X3 {door}", count, 30, draw.count(160, 32)), concurrency=count, door=door)
+
+    return job
+
+
 BATCHING: frozenset[Need] = frozenset({"batching"})
 PREFIX: frozenset[Need] = frozenset({"prefix_cache"})
 CASTLINE: frozenset[Need] = frozenset({"castline"})
@@ -155,11 +168,16 @@ CELLS: tuple[Cell, ...] = (
     Cell("X1@64", "X1", "256 requests, 64 at a time", queue(64), CASTLINE),
     Cell("X1@256", "X1", "256 requests, all sent at once", queue(256), CASTLINE),
     Cell("X2", "X2", "one stream of English text, 128 → 128", text_stream, CASTLINE),
+    Cell("X3 HTTP", "X3", "64 streams, 30 → 160: what serving costs over HTTP", many_streams("http"), CASTLINE),
+    Cell("X3 gRPC", "X3", "64 streams, 30 → 160: what serving costs over gRPC", many_streams("grpc"), CASTLINE),
+    Cell("X4", "X4", "an idle server, after X3", needs=CASTLINE),
 )
+AFTER = {"W8": "W1", "X4": "X3"}
+"""What is measured of a system that has done some work, and that work."""
 WORKLOADS = tuple(dict.fromkeys(sorted(cell.workload for cell in CELLS)))
 
 
 def cells_of(workloads: Sequence[str]) -> list[Cell]:
-    """In the order they are run. W8 weighs a system after W1, so it brings W1 along."""
-    wanted = set(workloads) | ({"W1"} if "W8" in workloads else set())
+    """In the order they are run. What is measured after another workload brings that along."""
+    wanted = set(workloads) | {AFTER[name] for name in workloads if name in AFTER}
     return [cell for cell in CELLS if cell.workload in wanted]

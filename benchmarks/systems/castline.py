@@ -8,10 +8,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.doors import CastlineSession
 from benchmarks.environments import run
 from benchmarks.errors import Unavailable
 from benchmarks.quality import Quality
-from benchmarks.sessions import HttpSession
 from benchmarks.settings import ROOT
 from benchmarks.systems.base import System
 from castline.engines.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -61,12 +61,12 @@ class Castline(System):
             **serving(self.variant),
         }
 
-    def start(self) -> HttpSession:
+    def start(self) -> CastlineSession:
         def command(port: int) -> list[str]:
             ports = ["--http-port", str(port), "--grpc-port", "0"]
             return [*CASTLINE, "run", str(self.repository), *ports, *self._options()]
 
-        return HttpSession.start(
+        return CastlineSession.start(
             command, ready_path="/health/ready", model=MODEL, log=self.log("server"), environment={}
         )
 

@@ -45,6 +45,7 @@ ENTRIES = (
     Entry("llama.cpp-q8_0", "llama.cpp", "llama.cpp Q8_0", LlamaCpp, "Q8_0", FULL, by_default=False),
     Entry("openvino-int8", "openvino", "OpenVINO GenAI int8", OpenVino, "int8", FULL),
     Entry("openvino-int8-2048", "openvino", "OpenVINO GenAI int8, steps of 2,048", OpenVino, "int8:2048", FULL),
+    Entry("openvino-fp16", "openvino", "OpenVINO GenAI fp16, steps of 2,048", OpenVino, "fp16:2048", FULL),
     Entry("openvino-int4", "openvino", "OpenVINO GenAI int4", OpenVino, "int4", FULL, by_default=False),
     Entry("onnxruntime-genai-int4", "onnxruntime-genai", "onnxruntime-genai int4", OnnxRuntimeGenai, "int4", STATIC),
     Entry(

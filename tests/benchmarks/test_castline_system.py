@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.comparison import METRICS
+from benchmarks.errors import JobFailed
 from benchmarks.figures import figures_of, require_complete
 from benchmarks.model import SourceModel
 from benchmarks.prompts import Vocabulary
@@ -13,7 +15,7 @@ from benchmarks.settings import Settings
 from benchmarks.systems.base import Context
 from benchmarks.systems.castline import Castline
 from benchmarks.systems.catalogue import CASTLINE, NAMES, entries_of, systems_of_peers
-from benchmarks.workloads import CELLS, Draw
+from benchmarks.workloads import CELLS, Draw, Job, Request, cells_of
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +58,26 @@ def test_adapter_runs_jobs(castline: Castline) -> None:
     finally:
         session.stop()
     assert not session.group.alive
+
+
+def test_serving_costs_are_read_behind_both_doors(castline: Castline) -> None:
+    """Every token arrives over either, and the engine, which multiplies matrices, takes more than what serves it."""
+    draw = Draw(Vocabulary.read(castline.bundle / "tokenizer.json"), (), 0, 0, quick=True)
+    session = castline.start()
+    try:
+        for cell in cells_of(["X3"]):
+            assert cell.job is not None
+            job = cell.job(draw)
+            outcome = session.run(job, 60)
+            require_complete(outcome, [request.max_tokens for request in job.requests])
+            assert outcome.cpu is not None
+            assert outcome.cpu.engine > 2 * outcome.cpu.serving
+            assert figures_of(cell, outcome).keys() == {metric.key for metric in METRICS["X3"]}
+        refused = Job((Request((10**6,), 1),), concurrency=1, door="grpc")
+        with pytest.raises(JobFailed, match="INVALID_ARGUMENT"):
+            session.run(refused, 60)
+    finally:
+        session.stop()
 
 
 def test_adapter_knows_its_bundle(castline: Castline) -> None:

@@ -11,6 +11,7 @@ from benchmarks.bandwidth import LARGE_BYTES, SMALL_BYTES, Bandwidth
 from benchmarks.comparison import METRICS, Spread
 from benchmarks.document import document
 from benchmarks.picture import figure_of
+from benchmarks.quality import Quality
 from benchmarks.results import Results, Sample, read_results, write_results
 from benchmarks.wording import number, over_rounds, spread_text
 
@@ -32,6 +33,8 @@ def results(make_results: MakeResults) -> Results:
             ("W4", "castline", "gap_alone_ratio"): [8.0, 9.0, 12.0],
             ("X1@64", "castline", "output_tok_s"): [1000.0],
             ("X1@256", "castline", "output_tok_s"): [900.0],
+            ("X3 HTTP", "castline", "serving_percent"): [3.0, 4.0],
+            ("X3 gRPC", "castline", "serving_percent"): [6.0],
         },
     )
 
@@ -67,6 +70,8 @@ def test_own_targets(results: Results) -> None:
     assert "throughput lost (1,000 → 900 tok/s) | 10.0% | ≤ 5% | short |" in text
     assert "is computed ÷ the median gap meanwhile | 2.5 (2…2.6) | ≤ 3 | held |" in text
     assert "is computed ÷ the median gap before and after | 9 (8…12) | – | shown, not judged |" in text
+    assert "over HTTP: CPU time of the serving process ÷ the engine's, % | 3.5 (3…4, 2 rounds) | ≤ 5 | held |" in text
+    assert "over gRPC: CPU time of the serving process ÷ the engine's, % | 6 (1 round) | ≤ 5 | short |" in text
 
 
 def test_each_round_has_its_own_roof(results: Results) -> None:
@@ -102,6 +107,13 @@ def test_what_was_not_run_is_named(results: Results) -> None:
     assert "by `python -m benchmarks --systems castline,fine` in" in text
     assert "Known to the benchmark and not run:\n\n- coarse's label; fine's label: not asked for\n" in text
     assert "**coarse's label**" not in text
+
+
+def test_a_rival_without_logits_is_named_with_its_perplexity(results: Results) -> None:
+    """Prevents "KL not measured" in the column of equal quality, without a word on what it is judged by."""
+    results.system("fine").quality = Quality(perplexity=14.0)
+    row = next(line for line in document(results).splitlines() if line.startswith("| W1 decode"))
+    assert "fine's label (KL not measured, perplexity 14.00): 150" in row
 
 
 def test_quality_stands_beside_every_speed(results: Results) -> None:

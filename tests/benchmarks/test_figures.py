@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.errors import JobFailed
-from benchmarks.figures import Outcome, figures_of, long_prompt_figures, require_complete
+from benchmarks.figures import CpuUse, Outcome, figures_of, long_prompt_figures, require_complete
 from benchmarks.workloads import CELLS
 from castline.server.bench.client import Failure, RequestRecord
 
@@ -41,6 +41,20 @@ def test_throughput_is_over_the_whole_run() -> None:
 def test_prefill_rate_is_prompt_over_first_token() -> None:
     outcome = Outcome(0.0, (record(0, 0.0, 2.0, (), 2048), record(1, 2.0, 4.0, (), 2048)))
     assert figures_of(BY_NAME["W6"], outcome) == {"prompt_tok_s": 1024.0}
+
+
+def test_serving_costs_a_token_and_against_the_engine() -> None:
+    """What prompts cost is in it: a user pays for it, too."""
+    records = (record(0, 0.0, 1.0, (0.1,) * 9), record(1, 0.0, 1.0, (0.1,) * 9))
+    figures = figures_of(BY_NAME["X3 gRPC"], Outcome(0.0, records, cpu=CpuUse(serving=0.004, engine=0.1)))
+    assert figures == pytest.approx({"serving_us": 200.0, "serving_percent": 4.0})
+
+
+def test_serving_cost_needs_the_engine_process() -> None:
+    """Were both one process, the share would be of nothing."""
+    outcome = Outcome(0.0, (record(0, 0.0, 1.0, (0.1,)),), cpu=CpuUse(serving=0.1, engine=0.0))
+    with pytest.raises(JobFailed, match="engine process is not known"):
+        figures_of(BY_NAME["X3 HTTP"], outcome)
 
 
 def test_long_prompt_sees_only_its_window() -> None:

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -11,11 +12,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import bandwidth
 from benchmarks.bandwidth import Bandwidth, Roofline, fastest, load_reader, measure
+from benchmarks.errors import JobFailed
 from benchmarks.machine import ABILITIES, FEATURES, CpuTimes, Machine
 from benchmarks.processes import Group, MemoryPiece, parse_memory
-from benchmarks.quality import compare
+from benchmarks.quality import Quality, compare, equal_or_better, of_logprobs
 from benchmarks.roofline import weight_bytes
 from benchmarks.systems.llamacpp import KEPT_TILE_CONFIG, TILE_CONFIG, keep_tile_config
+from benchmarks.systems.vllm import prompt_logprobs
 
 CHILD = """
 import subprocess, sys
@@ -178,6 +181,43 @@ def test_quality_of_the_reference_itself(tmp_path: Path) -> None:
     p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     followed = [(0, 2), (1, 3), (3, 5), (4, 6), (5, 7)]
     assert quality.perplexity == pytest.approx(np.exp(-np.mean([p[row, token] for row, token in followed])))
+    alone = of_logprobs([[float(p[row, token]) for row, token in followed[n]] for n in (slice(2), slice(2, 5))], "")
+    assert alone.perplexity == pytest.approx(quality.perplexity)
+    assert alone.num_tokens == 7
+
+
+def test_perplexity_judges_where_there_are_no_logits() -> None:
+    """A server that gives log-probabilities alone would be compared with nobody, whatever its quality."""
+    ours = Quality(mean_kl=0.003, perplexity=14.722)
+    assert equal_or_better(Quality(perplexity=14.74), ours)
+    assert not equal_or_better(Quality(perplexity=14.80), ours)
+    assert not equal_or_better(Quality(), ours)
+
+
+class PromptServer:
+    """Answers with the log-probabilities that a server would give to a prompt."""
+
+    def __init__(self, given: list[dict[str, dict[str, float]] | None] | None) -> None:
+        self.given = given
+        self.asked: dict[str, object] = {}
+
+    def complete(self, prompt: list[int], max_tokens: int, **fields: object) -> dict[str, object]:
+        self.asked = {"prompt": prompt, "max_tokens": max_tokens, **fields}
+        return {"text": "", "prompt_logprobs": self.given}
+
+
+def test_logprobs_are_the_passages_own() -> None:
+    """The first of the list is the best token where the passage's own is not: that is another perplexity."""
+    server = PromptServer([None, {"9": {"logprob": -0.5}, "4": {"logprob": -3.0}}, {"7": {"logprob": -1.0}}])
+    assert prompt_logprobs(cast(Any, server), [5, 4, 7]) == [-3.0, -1.0]
+    assert server.asked == {"prompt": [5, 4, 7], "max_tokens": 1, "prompt_logprobs": 0}
+
+
+@pytest.mark.parametrize("given", [None, [None, {"4": {"logprob": -3.0}}]])
+def test_missing_logprobs_are_a_failure(given: list[dict[str, dict[str, float]] | None] | None) -> None:
+    """A server that leaves tokens out would have the perplexity of the others."""
+    with pytest.raises(JobFailed, match="tokens of 3"):
+        prompt_logprobs(cast(Any, PromptServer(given)), [5, 4, 7])
 
 
 def test_tile_config_is_kept(tmp_path: Path) -> None:

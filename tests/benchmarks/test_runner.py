@@ -257,6 +257,25 @@ def test_needs_are_respected(make_runner: MakeRunner) -> None:
     assert runner.results.spreads("X2", "decode_tok_s").keys() == {"castline", "castline-speculation"}
 
 
+def test_idleness_is_castlines_own_and_timed(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processor time of the idle seconds alone, in per cent of one core; what was used before them is not counted."""
+    monkeypatch.setattr("benchmarks.runner.IDLE_S", 0.02)
+    used = iter([7.0, 7.001])
+    runner = make_runner({"castline": {}, "a": {}}, ["X4"], rounds=1)
+    start = runner._start
+
+    def start_and_count(*arguments: Any) -> None:
+        start(*arguments)
+        for session in runner._sessions.values():
+            session.group.cpu_seconds = lambda: next(used)  # type: ignore[method-assign]
+
+    monkeypatch.setattr(Runner, "_start", lambda _, *arguments: start_and_count(*arguments))
+    runner.run()
+    spreads = runner.results.spreads("X4", "idle_percent")
+    assert spreads.keys() == {"castline"}
+    assert spreads["castline"].median == pytest.approx(5.0)
+
+
 def test_a_surprise_while_preparing_is_not_fatal(tmp_path: Path) -> None:
     """An adapter's own error leaves its system out, in words, and the run goes on."""
 

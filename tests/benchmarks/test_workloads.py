@@ -89,8 +89,25 @@ def test_queue_cells_are_the_same_amount_of_work() -> None:
     assert (few.concurrency, many.concurrency) == (64, 256)
 
 
+def test_doors_are_given_the_same_amount_of_work() -> None:
+    """Only the door may differ, or it is not the door's cost."""
+    http, grpc = job_of("X3 HTTP"), job_of("X3 gRPC")
+    assert [(len(r.prompt), r.max_tokens) for r in http.requests] == [
+        (len(r.prompt), r.max_tokens) for r in grpc.requests
+    ]
+    assert (http.door, http.concurrency) == ("http", 64)
+    assert (grpc.door, grpc.concurrency) == ("grpc", 64)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in JOBS if "castline" not in cell.needs], ids=lambda cell: cell.name)
+def test_peers_are_asked_over_http(cell: Cell) -> None:
+    """Only castline has the other door."""
+    assert job_of(cell.name).door == "http"
+
+
 def test_cells_of_a_workload() -> None:
-    """W8 weighs a system after W1: alone it would weigh one that has done nothing."""
+    """W8 weighs a system after W1: alone it would weigh one that has done nothing. An idle one has been busy, too."""
     assert [cell.name for cell in cells_of(["W8"])] == ["W1", "W8"]
+    assert [cell.name for cell in cells_of(["X4"])] == ["X3 HTTP", "X3 gRPC", "X4"]
     assert [cell.name for cell in cells_of(["W6"])] == ["W6"]
     assert cells_of(WORKLOADS) == list(CELLS)
