@@ -21,7 +21,10 @@ end is no part of them. The parser has no limit, and joins what arrives in piece
 
 
 class Connection(HttpToolsProtocol):
-    """Each of its requests has an Exchange in its ASGI scope."""
+    """Each of its requests has an Exchange in its ASGI scope.
+
+    While none is being answered, a timer runs: uvicorn's if nothing has come since the last answer, else ``_deadline``.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,9 +54,12 @@ class Connection(HttpToolsProtocol):
         was_in_head = self._in_head
         self._head_bytes += len(data)  # none of them where a head begins in this piece
         super().data_received(data)
-        if not self._in_head or self.transport.is_closing():
+        if self.transport.is_closing():
             return
-        if self._head_bytes > MAX_HEAD_BYTES:
+        if not self._in_head:
+            if not self._answering and self._deadline is None:
+                self._await_head()  # what came began no request, such as a lone CRLF, but ended uvicorn's own timer
+        elif self._head_bytes > MAX_HEAD_BYTES:
             message = f"the request's line and headers are larger than the limit of {MAX_HEAD_BYTES} bytes"
             self._refuse(WireFault(ErrorCode.REQUEST_TOO_LARGE, message))
         elif self._deadline is None or not was_in_head:

@@ -250,6 +250,27 @@ def test_a_connection_that_asks_nothing_is_closed(app: Any, monkeypatch: pytest.
     assert wait_for_close(app) == b""
 
 
+@pytest.mark.parametrize(
+    ("request_", "status", "more"),
+    [
+        (b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n", b"200", b"\r\n"),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n", b"415", b"{"),
+    ],
+    ids=["CRLF", "refused body"],
+)
+def test_a_connection_that_goes_on_with_no_request_is_closed(
+    app: Any, monkeypatch: pytest.MonkeyPatch, request_: bytes, status: bytes, more: bytes
+) -> None:
+    """Prevents bytes behind an answer that begin no request from keeping the connection open for ever."""
+    monkeypatch.setattr(http_wire, "RECEIVE_TIMEOUT_S", 0.2)
+    with socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30) as connection:
+        connection.sendall(request_)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+        connection.sendall(more)
+        while connection.recv(65536):  # times out, and raises, where the server does not close
+            pass
+
+
 def streaming(app: Any, headers: bytes = b"") -> socket.socket:
     """A connection that has asked for a stream, with further *headers*."""
     body = json.dumps({**CHAT, "model": "tiny", "stream": True}).encode()
