@@ -1,5 +1,6 @@
 """The two generating endpoints: read, run, answer. They differ only in how a body becomes a job."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -13,6 +14,10 @@ from castline.server.http_wire import fault_body, read_json_body, send_fault, se
 from castline.server.job import AnswerWriter, Job, StreamWriter, run
 from castline.server.openai_responses import DONE
 from castline.server.serving import MAX_MESSAGE_BYTES, ServedModel, Serving
+
+LARGE_BODY_BYTES = 64 * 1024
+"""Larger bodies become jobs in a thread: a thousand messages take tens of milliseconds, in which no stream moves. For
+smaller ones the thread would cost more than it saves."""
 
 
 class GenerateEndpoint:
@@ -28,7 +33,10 @@ class GenerateEndpoint:
             model = self._serving.model
             with model.metrics.counting_refusals:
                 body = await read_json_body(scope, receive, MAX_MESSAGE_BYTES)
-                job = self._to_job(model, body)
+                if len(body) <= LARGE_BODY_BYTES:
+                    job = self._to_job(model, body)
+                else:
+                    job = await asyncio.to_thread(self._large_job, model, body)
             if isinstance(job.writer, StreamWriter):
                 answer = _stream(model.engine, job, job.writer, exchange)
             else:
@@ -38,6 +46,13 @@ class GenerateEndpoint:
             return
         except Exception as error:
             await send_fault(send, to_wire(error))
+
+    def _large_job(self, model: ServedModel, body: bytes) -> Job:
+        """On any thread. An error comes without its frames: what they hold is let go of here, which takes long too."""
+        try:
+            return self._to_job(model, body)
+        except Exception as error:
+            raise error.with_traceback(None)  # noqa: B904
 
 
 async def _answer(engine: EngineClient, job: Job, writer: AnswerWriter, send: Send) -> None:

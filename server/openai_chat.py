@@ -28,7 +28,7 @@ from castline.server.serving import ServedModel
 
 def chat_job(model: ServedModel, body: bytes) -> Job:
     """Raises RequestError where the body, the conversation or the template refuses."""
-    request = decode_chat(body)
+    request = decode_chat(body, max_messages=model.engine.limits.max_model_len)
     model.check_name(request.model)
     params = chat_params(request)
     prompt = model.engine.tokenizer.render_chat(messages_of(request.messages))

@@ -31,7 +31,8 @@ def completion_job(model: ServedModel, body: bytes) -> Job:
     request = decode_completion(body)
     model.check_name(request.model)
     params = completion_params(request)
-    prompts = prompts_of(request.prompt, model.engine.limits.max_waiting)
+    limits = model.engine.limits
+    prompts = prompts_of(request.prompt, max_prompts=limits.max_waiting, max_tokens=limits.max_model_len)
     request_id = new_id("cmpl")
     head = AnswerHead(request_id, "text_completion", int(time.time()), model.name, model.fingerprint)
     include_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
