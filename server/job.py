@@ -17,6 +17,9 @@ from castline.runtime.sampling_params import SamplingParams
 class StreamWriter(ABC):
     """Outputs to server-sent events, one call an output."""
 
+    takes_long = False
+    """An output may take milliseconds, and one with a prompt many: they are no work for the event loop in one go."""
+
     @abstractmethod
     def events(self, output: Output) -> bytes:
         """The events of one output; empty when none of it can be shown yet."""
@@ -28,6 +31,9 @@ class StreamWriter(ABC):
 
 class AnswerWriter(ABC):
     """Outputs to one body."""
+
+    takes_long = False
+    """As StreamWriter's; the body too."""
 
     @abstractmethod
     def add(self, output: Output) -> None: ...

@@ -154,6 +154,13 @@ class CompletionLogprobWriter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
+    def copy(self) -> "CompletionLogprobWriter":
+        """One that goes on from here by itself."""
+        copied = CompletionLogprobWriter(self._texts)
+        copied._decoder.setstate(self._decoder.getstate())
+        copied._offset = self._offset
+        return copied
+
     def prompt(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str
     ) -> CompletionLogprobs:

@@ -13,6 +13,9 @@ from castline.server.openai_requests import ChatMessage, ChatRequest, Completion
 MAX_TOP_LOGPROBS = 20
 """Most alternatives a request may ask for at each token."""
 
+MAX_ECHOED_LOGPROBS = 2_000_000
+"""Most log-probabilities of a prompt, over all continuations that repeat them: about 55 MB of JSON."""
+
 Prompt = str | list[int]
 
 _SAME_NAME = (
@@ -90,6 +93,17 @@ def _token_id(key: str) -> int:
 def _check_logprobs(value: int | None, field: str) -> None:
     if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
         raise RequestError(f"{field} is {value}, and must be between 0 and {MAX_TOP_LOGPROBS}", field=field)
+
+
+def check_echo(prompt_len: int, n: int, logprobs: int) -> None:
+    """Raises RequestError where n choices that each repeat a prompt's log-probabilities are too many. One never is."""
+    if n > 1 and prompt_len * n * (logprobs + 1) > MAX_ECHOED_LOGPROBS:
+        each = prompt_len * (logprobs + 1)
+        raise RequestError(
+            f"echo with logprobs repeats {each} log-probabilities of the prompt in each of {n} choices, and the limit "
+            f"is {MAX_ECHOED_LOGPROBS} in all; ask for fewer choices, or for one with echo and for the others without",
+            field="n",
+        )
 
 
 def prompts_of(prompt: str | list[Any], *, max_prompts: int, max_tokens: int) -> list[Prompt]:
