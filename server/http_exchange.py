@@ -38,9 +38,15 @@ class Exchange:
         cycle = self._cycle
         if cycle.more_body or cycle.disconnected:
             return None
-        cycle.flow.resume_reading()  # it pauses behind a large body
+        self.resume_reading()
         body, cycle.body = bytes(cycle.body), bytearray()
         return body
+
+    def resume_reading(self) -> None:
+        """Call it when all of a body has been taken: reading is paused behind a large one, and who does not read is not
+        told that the client has gone.
+        """
+        self._cycle.flow.resume_reading()
 
     async def run(self, answer: Coroutine[Any, Any, None]) -> None:
         """Awaits *answer*; cancels it and raises ClientGone when the client goes away."""

@@ -1,7 +1,9 @@
 """The two generating endpoints: read, run, answer. They differ only in how a body becomes a job."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from typing import TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -13,6 +15,12 @@ from castline.server.http_wire import fault_body, read_json_body, send_fault, se
 from castline.server.job import AnswerWriter, Job, StreamWriter, run
 from castline.server.openai_responses import DONE
 from castline.server.serving import MAX_MESSAGE_BYTES, ServedModel, Serving
+
+T = TypeVar("T")
+
+LARGE_BODY_BYTES = 64 * 1024
+"""Larger bodies become jobs in a thread: a thousand messages take tens of milliseconds, in which no stream moves. For
+smaller ones the thread would cost more than it saves."""
 
 
 class GenerateEndpoint:
@@ -28,7 +36,10 @@ class GenerateEndpoint:
             model = self._serving.model
             with model.metrics.counting_refusals:
                 body = await read_json_body(scope, receive, MAX_MESSAGE_BYTES)
-                job = self._to_job(model, body)
+                if len(body) <= LARGE_BODY_BYTES:
+                    job = self._to_job(model, body)
+                else:
+                    job = await asyncio.to_thread(self._large_job, model, body)
             if isinstance(job.writer, StreamWriter):
                 answer = _stream(model.engine, job, job.writer, exchange)
             else:
@@ -39,6 +50,13 @@ class GenerateEndpoint:
         except Exception as error:
             await send_fault(send, to_wire(error))
 
+    def _large_job(self, model: ServedModel, body: bytes) -> Job:
+        """On any thread. An error comes without its frames: what they hold is let go of here, which takes long too."""
+        try:
+            return self._to_job(model, body)
+        except Exception as error:
+            raise error.with_traceback(None)  # noqa: B904
+
 
 async def _answer(engine: EngineClient, job: Job, writer: AnswerWriter, send: Send) -> None:
     """Tokens that end nothing wake no task."""
@@ -47,10 +65,22 @@ async def _answer(engine: EngineClient, job: Job, writer: AnswerWriter, send: Se
         writer.add(output)
         return True
 
-    async with aclosing(run(engine, job, add)) as outputs:
+    express = None if writer.takes_long else add
+    async with aclosing(run(engine, job, express)) as outputs:
         async for output in outputs:
-            writer.add(output)
-    await send_json(send, writer.body())
+            if writer.takes_long:
+                await _beside_others(writer.add, output)
+            else:
+                writer.add(output)
+    await send_json(send, await asyncio.to_thread(writer.body) if writer.takes_long else writer.body())
+
+
+async def _beside_others(take: Callable[[Output], T], output: Output) -> T:
+    """What a writer that takes long makes of *output*."""
+    if output.prompt is not None:
+        return await asyncio.to_thread(take, output)
+    await asyncio.sleep(0)
+    return take(output)
 
 
 async def _stream(engine: EngineClient, job: Job, writer: StreamWriter, exchange: Exchange) -> None:
@@ -69,9 +99,9 @@ async def _stream(engine: EngineClient, job: Job, writer: StreamWriter, exchange
     num_running = len(job.prompts) * job.params.n
     end = b""
     try:
-        async with aclosing(run(engine, job, write)) as outputs:
+        async with aclosing(run(engine, job, None if writer.takes_long else write)) as outputs:
             async for output in outputs:
-                events = writer.events(output)
+                events = await _beside_others(writer.events, output) if writer.takes_long else writer.events(output)
                 num_running -= output.finish_reason is not None
                 if num_running == 0:
                     end = events  # goes with what ends the stream

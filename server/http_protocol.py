@@ -16,12 +16,15 @@ from castline.server.errors import ServerCode, WireFault, to_wire
 from castline.server.http_exchange import EXTENSION, Exchange
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's line and headers, beside the piece of at most 256 KiB in which they begin. The parser has no limit,
-and joins what arrives in pieces in quadratic time."""
+"""Of a request's line and headers, beside the pieces of at most 256 KiB in which they begin and end: what follows the
+end is no part of them. The parser has no limit, and joins what arrives in pieces in quadratic time."""
 
 
 class Connection(HttpToolsProtocol):
-    """Each of its requests has an Exchange in its ASGI scope."""
+    """Each of its requests has an Exchange in its ASGI scope.
+
+    While none is being answered, a timer runs: uvicorn's if nothing has come since the last answer, else ``_deadline``.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,15 +51,18 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """The date is told when somebody asks, by no timer."""
         self.server_state.default_headers = _date_header(int(time()))
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                message = f"the request's line and headers are larger than the limit of {MAX_HEAD_BYTES} bytes"
-                self._refuse(WireFault(ErrorCode.REQUEST_TOO_LARGE, message))
-                return
         was_in_head = self._in_head
+        self._head_bytes += len(data)  # none of them where a head begins in this piece
         super().data_received(data)
-        if self._in_head and (self._deadline is None or not was_in_head):
+        if self.transport.is_closing():
+            return
+        if not self._in_head:
+            if not self._answering and self._deadline is None:
+                self._await_head()  # what came began no request, such as a lone CRLF, but ended uvicorn's own timer
+        elif self._head_bytes > MAX_HEAD_BYTES:
+            message = f"the request's line and headers are larger than the limit of {MAX_HEAD_BYTES} bytes"
+            self._refuse(WireFault(ErrorCode.REQUEST_TOO_LARGE, message))
+        elif self._deadline is None or not was_in_head:
             self._await_head()  # of its rest; one that comes in one piece needs no timer
 
     def on_message_begin(self) -> None:

@@ -42,9 +42,11 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> byte
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes)
-    whole = exchange_of(scope).take_body()
+    exchange = exchange_of(scope)
+    whole = exchange.take_body()
     if whole is None:
-        return await _receive_body(receive, max_bytes)
+        whole = await _receive_body(receive, max_bytes)
+        exchange.resume_reading()
     if len(whole) > max_bytes:
         raise _too_large(max_bytes)
     return whole

@@ -17,6 +17,9 @@ from castline.runtime.sampling_params import SamplingParams
 class StreamWriter(ABC):
     """Outputs to server-sent events, one call an output."""
 
+    takes_long = False
+    """An output may take milliseconds, and one with a prompt many: they are no work for the event loop in one go."""
+
     @abstractmethod
     def events(self, output: Output) -> bytes:
         """The events of one output; empty when none of it can be shown yet."""
@@ -28,6 +31,9 @@ class StreamWriter(ABC):
 
 class AnswerWriter(ABC):
     """Outputs to one body."""
+
+    takes_long = False
+    """As StreamWriter's; the body too."""
 
     @abstractmethod
     def add(self, output: Output) -> None: ...
@@ -75,21 +81,23 @@ def _generate(
 
 
 async def _merged(engine: EngineClient, job: Job) -> AsyncGenerator[Output, None]:
-    """One task a prompt, and a queue between them and the writer."""
-    queue: asyncio.Queue[Output | Exception | None] = asyncio.Queue()
+    """One task a prompt, and a queue between them and the writer. A slow writer is waited for where the queue has an
+    output for each prompt: what comes meanwhile is merged by the engine client, and never a queue.
+    """
+    queue: asyncio.Queue[Output | Exception | None] = asyncio.Queue(maxsize=len(job.prompts))
 
     async def pump(prompt_index: int) -> None:
         first_index = prompt_index * job.params.n
         try:
             async with aclosing(_generate(engine, job, prompt_index)) as outputs:
                 async for output in outputs:
-                    queue.put_nowait(structs.replace(output, index=first_index + output.index))
+                    await queue.put(structs.replace(output, index=first_index + output.index))
         except RequestError as error:
-            queue.put_nowait(_in_list(error, prompt_index))
+            await queue.put(_in_list(error, prompt_index))
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
         else:
-            queue.put_nowait(None)
+            await queue.put(None)
 
     pumps: list[asyncio.Task[None]] = []
 

@@ -19,7 +19,7 @@ from castline.server.openai_responses import (
     Delta,
     Message,
     UsageCounter,
-    encode,
+    encode_answer,
     sse,
 )
 from castline.server.request_ids import new_id
@@ -28,7 +28,7 @@ from castline.server.serving import ServedModel
 
 def chat_job(model: ServedModel, body: bytes) -> Job:
     """Raises RequestError where the body, the conversation or the template refuses."""
-    request = decode_chat(body)
+    request = decode_chat(body, max_messages=model.engine.limits.max_model_len)
     model.check_name(request.model)
     params = chat_params(request)
     prompt = model.engine.tokenizer.render_chat(messages_of(request.messages))
@@ -123,8 +123,8 @@ class ChatAnswer(AnswerWriter):
             self._ends[output.index] = output
 
     def body(self) -> bytes:
-        choices = [self._choice(index, end) for index, end in sorted(self._ends.items())]
-        return encode(self._head.answer(choices, self._usage.usage()))
+        choices = (self._choice(index, end) for index, end in sorted(self._ends.items()))
+        return encode_answer(self._head, choices, self._usage.usage())
 
     def _choice(self, index: int, end: Output) -> ChatChoice:
         assert end.finish_reason is not None

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from castline.runtime.client import Output, PromptInfo
+from castline.runtime.sampling_params import SamplingParams
 from castline.server.job import AnswerWriter, Job, StreamWriter
 from castline.server.openai_logprobs import CompletionLogprobWriter, LogprobAligner
-from castline.server.openai_params import Prompt, completion_params, prompts_of
+from castline.server.openai_params import Prompt, check_echo, completion_params, prompts_of
 from castline.server.openai_requests import decode_completion
 from castline.server.openai_responses import (
     AnswerHead,
@@ -19,7 +20,7 @@ from castline.server.openai_responses import (
     CompletionChoice,
     CompletionLogprobs,
     UsageCounter,
-    encode,
+    encode_answer,
     sse,
 )
 from castline.server.request_ids import new_id
@@ -31,11 +32,12 @@ def completion_job(model: ServedModel, body: bytes) -> Job:
     request = decode_completion(body)
     model.check_name(request.model)
     params = completion_params(request)
-    prompts = prompts_of(request.prompt, model.engine.limits.max_waiting)
+    limits = model.engine.limits
+    prompts = prompts_of(request.prompt, max_prompts=limits.max_waiting, max_tokens=limits.max_model_len)
     request_id = new_id("cmpl")
     head = AnswerHead(request_id, "text_completion", int(time.time()), model.name, model.fingerprint)
     include_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-    choices = _Choices(model, prompts, params.n, bool(request.echo), params.logprobs is not None)
+    choices = _Choices(model, prompts, params, echo=bool(request.echo))
     return Job(
         request_id=request_id,
         prompts=prompts,
@@ -46,6 +48,16 @@ def completion_job(model: ServedModel, body: bytes) -> Job:
     )
 
 
+@dataclass(frozen=True)
+class _Echo:
+    """A prompt as each of its choices begins with it."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    writer: CompletionLogprobWriter
+    """Has written them; each choice goes on with a copy."""
+
+
 class _Choice:
     """One choice: turns its outputs into text and log-probabilities, the echoed prompt first."""
 
@@ -54,12 +66,9 @@ class _Choice:
         self._aligner = LogprobAligner(texts, model.engine.tokenizer.eos_token_ids) if logprobs else None
         self._writer = CompletionLogprobWriter(texts)
 
-    def echo(self, index: int, prompt: PromptInfo, text: str) -> CompletionChoice:
-        logprobs = None
-        if self._aligner is not None:
-            entries = prompt.prompt_logprobs or (None,) * len(prompt.prompt_token_ids)
-            logprobs = self._writer.prompt(prompt.prompt_token_ids, entries, text)
-        return CompletionChoice(index, text, logprobs, None, None)
+    def echo(self, index: int, echo: _Echo) -> CompletionChoice:
+        self._writer = echo.writer.copy()
+        return CompletionChoice(index, echo.text, echo.logprobs, None, None)
 
     def generated(self, output: Output) -> CompletionChoice:
         logprobs = None if self._aligner is None else self._writer.generated(self._aligner.push(output))
@@ -73,15 +82,18 @@ def _plain_choice(output: Output) -> CompletionChoice:
 class _Choices:
     """All choices of a request. With echo, outputs that overtake their prompt's information wait for it."""
 
-    def __init__(self, model: ServedModel, prompts: list[Prompt], n: int, echo: bool, logprobs: bool) -> None:
+    def __init__(self, model: ServedModel, prompts: list[Prompt], params: SamplingParams, *, echo: bool) -> None:
         self._model = model
         self._prompts = prompts
-        self._n = n
+        self._n = params.n
         self._echo = echo
-        self.are_plain = not echo and not logprobs
+        self._logprobs = params.logprobs
+        self.are_plain = not echo and self._logprobs is None
         """An output is one choice's, and all of it is its text."""
-        self._logprobs = logprobs
+        self.take_long = echo and self._logprobs is not None
+        """Tens of microseconds for each token of a prompt, and a body of megabytes."""
         self._choices: dict[int, _Choice] = {}
+        self._echoes: dict[int, _Echo] = {}
         self._infos: dict[int, PromptInfo] = {}
         self._early: dict[int, list[Output]] = {}
 
@@ -102,7 +114,7 @@ class _Choices:
     def _choice(self, index: int) -> _Choice:
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = _Choice(self._model, self._logprobs)
+            choice = self._choices[index] = _Choice(self._model, self._logprobs is not None)
         return choice
 
     def _echoed(self, prompt_index: int, output: Output) -> list[CompletionChoice]:
@@ -110,13 +122,23 @@ class _Choices:
         choice = self._choice(output.index)
         parts: list[CompletionChoice] = []
         if is_first:
-            parts.append(choice.echo(output.index, self._infos[prompt_index], self._prompt_text(prompt_index)))
+            parts.append(choice.echo(output.index, self._echo_of(prompt_index)))
         parts.append(choice.generated(output))
         return parts
 
-    def _prompt_text(self, prompt_index: int) -> str:
-        prompt = self._prompts[prompt_index]
-        return prompt if isinstance(prompt, str) else self._model.engine.tokenizer.decode(prompt)
+    def _echo_of(self, prompt_index: int) -> _Echo:
+        """Made once, for the first of the prompt's choices. Raises RequestError where all of them would be absurd."""
+        echo = self._echoes.get(prompt_index)
+        if echo is None:
+            prompt, info = self._prompts[prompt_index], self._infos[prompt_index]
+            text = prompt if isinstance(prompt, str) else self._model.engine.tokenizer.decode(prompt)
+            writer, logprobs = CompletionLogprobWriter(self._model.token_texts), None
+            if self._logprobs is not None:
+                check_echo(len(info.prompt_token_ids), self._n, self._logprobs)
+                entries = info.prompt_logprobs or (None,) * len(info.prompt_token_ids)
+                logprobs = writer.prompt(info.prompt_token_ids, entries, text)
+            echo = self._echoes[prompt_index] = _Echo(text, logprobs, writer)
+        return echo
 
 
 class CompletionStream(StreamWriter):
@@ -124,6 +146,7 @@ class CompletionStream(StreamWriter):
 
     def __init__(self, head: AnswerHead, choices: _Choices, include_usage: bool) -> None:
         self._head = head
+        self.takes_long = choices.take_long
         self._choices = choices
         self._usage = UsageCounter()
         self._include_usage = include_usage
@@ -157,6 +180,7 @@ class CompletionAnswer(AnswerWriter):
 
     def __init__(self, head: AnswerHead, choices: _Choices) -> None:
         self._head = head
+        self.takes_long = choices.take_long
         self._choices = choices
         self._usage = UsageCounter()
         self._parts: dict[int, _Parts] = {}
@@ -172,8 +196,8 @@ class CompletionAnswer(AnswerWriter):
                 parts.end = choice
 
     def body(self) -> bytes:
-        choices = [_joined(parts) for _, parts in sorted(self._parts.items())]
-        return encode(self._head.answer(choices, self._usage.usage()))
+        choices = (_joined(parts) for _, parts in sorted(self._parts.items()))
+        return encode_answer(self._head, choices, self._usage.usage())
 
 
 def _joined(parts: _Parts) -> CompletionChoice:

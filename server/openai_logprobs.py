@@ -46,32 +46,74 @@ class TokenTexts:
         return shown, b"" if is_special else raw
 
 
+class _LeadingSpaces:
+    """Of a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.are_all = False
+        """Something else has come."""
+
+    def push(self, text: str) -> None:
+        if not self.are_all:
+            rest = text.lstrip(" ")
+            self.count += len(text) - len(rest)
+            self.are_all = bool(rest)
+
+
 class LogprobAligner:
-    """Holds back the entries of one continuation until their text is out."""
+    """Holds back the entries of one continuation until their text is out.
+
+    It counts characters, as the text's own decoder makes them of the tokens' bytes: what is no UTF-8 is longer in the
+    text than in its token.
+    """
 
     def __init__(self, texts: TokenTexts, eos_token_ids: Sequence[int]) -> None:
         self._texts = texts
         self._eos_token_ids = eos_token_ids
-        self._held: deque[tuple[int, int, TokenLogprobs]] = deque()
-        self._num_bytes = 0
-        self._num_bytes_out = 0
+        self._held: deque[tuple[int, TokenLogprobs]] = deque()
+        """Each with the characters that must be out before it: those that its first byte is of, and all before."""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+        self._num_chars_out = 0
+        self._spaces = _LeadingSpaces()
+        self._spaces_out = _LeadingSpaces()
 
     def push(self, output: Output) -> list[TokenLogprobs]:
         """The entries that belong to *output*'s text. Call it with every output of the continuation, in order."""
         for entry in output.logprobs or ():
-            length = len(self._texts(entry.token_id)[1])
-            self._held.append((self._num_bytes, length, entry))
-            self._num_bytes += length
-        self._num_bytes_out += len(output.text.encode())
+            self._held.append((self._take(self._texts(entry.token_id)[1]), entry))
+        self._show(output.text)
         if output.finish_reason is None:
             return self._release()
         return self._release_last(output)
 
+    def _take(self, raw: bytes) -> int:
+        """The bytes of the next token. Returns how many characters the text has up to the first of them."""
+        self._decode(raw[:1])
+        num_unfinished = 1 if self._utf8.getstate()[0] else 0
+        needed = self._num_chars + num_unfinished
+        self._decode(raw[1:])
+        return needed
+
+    def _decode(self, raw: bytes) -> None:
+        text = self._utf8.decode(raw)
+        self._num_chars += len(text)
+        self._spaces.push(text)
+
+    def _show(self, text: str) -> None:
+        """SentencePiece drops spaces from the start of a text, which count as shown."""
+        self._num_chars_out += len(text)
+        if not self._spaces_out.are_all:
+            self._spaces_out.push(text)
+            if self._spaces_out.are_all:
+                self._num_chars_out += self._spaces.count - self._spaces_out.count
+
     def _release(self) -> list[TokenLogprobs]:
         released: list[TokenLogprobs] = []
         while self._held:
-            start, length, entry = self._held[0]
-            if start + min(length, 1) > self._num_bytes_out:
+            num_needed, entry = self._held[0]
+            if num_needed > self._num_chars_out:
                 break
             released.append(entry)
             self._held.popleft()
@@ -83,9 +125,9 @@ class LogprobAligner:
             if isinstance(output.stop_reason, str):
                 return self._release()
             ends = self._eos_token_ids if output.stop_reason is None else (output.stop_reason,)
-            if self._held and self._held[-1][2].token_id in ends:
+            if self._held and self._held[-1][1].token_id in ends:
                 self._held.pop()
-        released = [entry for _, _, entry in self._held]
+        released = [entry for _, entry in self._held]
         self._held.clear()
         return released
 
@@ -111,6 +153,13 @@ class CompletionLogprobWriter:
         self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
+
+    def copy(self) -> "CompletionLogprobWriter":
+        """One that goes on from here by itself."""
+        copied = CompletionLogprobWriter(self._texts)
+        copied._decoder.setstate(self._decoder.getstate())
+        copied._offset = self._offset
+        return copied
 
     def prompt(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str

@@ -13,6 +13,9 @@ from castline.server.openai_requests import ChatMessage, ChatRequest, Completion
 MAX_TOP_LOGPROBS = 20
 """Most alternatives a request may ask for at each token."""
 
+MAX_ECHOED_LOGPROBS = 2_000_000
+"""Most log-probabilities of a prompt, over all continuations that repeat them: about 55 MB of JSON."""
+
 Prompt = str | list[int]
 
 _SAME_NAME = (
@@ -92,14 +95,28 @@ def _check_logprobs(value: int | None, field: str) -> None:
         raise RequestError(f"{field} is {value}, and must be between 0 and {MAX_TOP_LOGPROBS}", field=field)
 
 
-def prompts_of(prompt: str | list[Any], max_prompts: int) -> list[Prompt]:
-    """The prompts of a completions request: a string, several, token ids, or several lists of them."""
+def check_echo(prompt_len: int, n: int, logprobs: int) -> None:
+    """Raises RequestError where n choices that each repeat a prompt's log-probabilities are too many. One never is."""
+    if n > 1 and prompt_len * n * (logprobs + 1) > MAX_ECHOED_LOGPROBS:
+        each = prompt_len * (logprobs + 1)
+        raise RequestError(
+            f"echo with logprobs repeats {each} log-probabilities of the prompt in each of {n} choices, and the limit "
+            f"is {MAX_ECHOED_LOGPROBS} in all; ask for fewer choices, or for one with echo and for the others without",
+            field="n",
+        )
+
+
+def prompts_of(prompt: str | list[Any], *, max_prompts: int, max_tokens: int) -> list[Prompt]:
+    """The prompts of a completions request: a string, several, token ids, or several lists of them.
+
+    Raises RequestError for what is none of these, and for more than *max_tokens* ids before it looks at them.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise RequestError("prompt is an empty list; send at least one prompt", field="prompt")
     if type(prompt[0]) is int:
-        return [_token_ids(prompt, "prompt")]
+        return [_token_ids(prompt, "prompt", max_tokens)]
     if len(prompt) > max_prompts:
         raise RequestError(f"prompt has {len(prompt)} prompts, and the limit is {max_prompts}", field="prompt")
     if isinstance(prompt[0], str):
@@ -107,14 +124,21 @@ def prompts_of(prompt: str | list[Any], max_prompts: int) -> list[Prompt]:
             if not isinstance(one, str):
                 raise RequestError(f"prompt[{i}]: the first prompt is a string, this one is not", field=f"prompt[{i}]")
         return list(prompt)
-    return [_token_ids(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
+    return [_token_ids(one, f"prompt[{i}]", max_tokens) for i, one in enumerate(prompt)]
 
 
-def _token_ids(ids: Any, field: str) -> list[int]:
+def _token_ids(ids: Any, field: str, max_tokens: int) -> list[int]:
     if not isinstance(ids, list):
         raise RequestError(f"{field}: expected a string or a list of token ids", field=field)
     if not ids:
         raise RequestError(f"{field} is an empty list of token ids", field=field)
+    if len(ids) > max_tokens:
+        raise RequestError(
+            f"{field} has {len(ids)} tokens, and this engine holds {max_tokens} tokens of prompt and text together:"
+            " shorten it",
+            field=field,
+            code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+        )
     if set(map(type, ids)) != {int}:
         i, token_id = next((i, token_id) for i, token_id in enumerate(ids) if type(token_id) is not int)
         raise RequestError(f"{field}[{i}]: {token_id!r} is not a token id", field=f"{field}[{i}]")

@@ -4,6 +4,7 @@ A field is honoured, or refused by name with the reason, or one of ``user``, ``m
 notes of the caller's, which change no answer. Nothing else is accepted: an unknown field is an error.
 """
 
+import threading
 from typing import Any, TypeVar
 
 import msgspec
@@ -90,8 +91,32 @@ class ContentPart(msgspec.Struct):
     type: str
     text: str | UnsetType = UNSET
 
+    def __post_init__(self) -> None:
+        """Nothing; but in Python, where other threads get their turn while a million parts are decoded."""
+
+
+class _Room(threading.local):
+    """For messages of the conversation that this thread decodes."""
+
+    size = left = 0
+
+    def take(self) -> None:
+        if self.left == 0:
+            raise RequestError(
+                f"there are more than {self.size} messages, each of at least a token, and this engine holds {self.size}"
+                " tokens of prompt and text together: send fewer messages",
+                field="messages",
+                code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            )
+        self.left -= 1
+
+
+_room = _Room()
+
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """Made by ``decode_chat``, which has room for so many."""
+
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -101,6 +126,9 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     tool_call_id: Any = None
     audio: Any = None
     annotations: Any = None
+
+    def __post_init__(self) -> None:
+        _room.take()
 
 
 class ChatRequest(_Common, kw_only=True):
@@ -139,8 +167,11 @@ def decode_completion(body: bytes) -> CompletionRequest:
     return request
 
 
-def decode_chat(body: bytes) -> ChatRequest:
-    """Raises RequestError naming the field that is wrong, unknown, or cannot be honoured."""
+def decode_chat(body: bytes, max_messages: int) -> ChatRequest:
+    """Raises RequestError naming the field that is wrong, unknown, or cannot be honoured; and at once where there are
+    more than *max_messages*, which take memory and time.
+    """
+    _room.size = _room.left = max_messages
     request = _decode(_chat_decoder, body)
     refuse_unsupported(request)
     return request

@@ -1,6 +1,6 @@
 """Bodies of the OpenAI-compatible answers, whole and in chunks. Encoding them is castline's only per-token JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -151,8 +151,12 @@ _encoder = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"
 
 
-def encode(body: msgspec.Struct) -> bytes:
-    return _encoder.encode(body)
+def encode_answer(head: AnswerHead, choices: Iterable[ChatChoice | CompletionChoice], usage: Usage) -> bytes:
+    """One whole answer, a choice at a time: between two, other threads have their turn."""
+    empty = _encoder.encode(head.answer((), usage))
+    cut = empty.rindex(b"]")  # only the usage comes after the choices
+    encoded = [_encoder.encode(choice) for choice in choices]
+    return b"".join([empty[:cut], b",".join(encoded), empty[cut:]])
 
 
 def sse(body: msgspec.Struct) -> bytes:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -216,3 +218,25 @@ def test_an_unknown_role_is_refused_with_those_there_are(app: Any) -> None:
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "messages[0].role")
     assert error["message"] == "messages[0].role is 'robot', and must be one of system, developer, user, assistant"
+
+
+def test_a_large_conversation_is_rendered_beside_the_streams(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents one large body from holding up every stream, and the probes of its health. Small ones need no thread."""
+    real = app.engine.tokenizer.render_chat
+    began, go_on, threads = threading.Event(), threading.Event(), []
+
+    def render(messages: Any) -> str:
+        threads.append(threading.current_thread())
+        began.set()
+        assert go_on.wait(10), "nothing was answered meanwhile"
+        return str(real(messages))
+
+    monkeypatch.setattr(app.engine.tokenizer, "render_chat", render)
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(post, app, messages=[{"role": "user", "content": "hi"}] * 3000)
+        assert began.wait(60)
+        assert app.http.get("/health/live").status_code == 200
+        go_on.set()
+        assert large.result().status_code == 400, "the engine refuses it: a byte is a token"
+    assert post(app).status_code == 200
+    assert len({*threads}) == 2

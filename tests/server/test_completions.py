@@ -1,12 +1,16 @@
 """Text completions: prompts in all forms, echo, log-probabilities, several prompts at once."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from msgspec import UNSET
 
+from castline.server import openai_params
 from castline.server.openai_responses import (
     AnswerHead,
     ChunkChoice,
@@ -14,6 +18,9 @@ from castline.server.openai_responses import (
     CompletionChoice,
     CompletionLogprobs,
     Delta,
+    PromptTokensDetails,
+    Usage,
+    encode_answer,
     sse,
 )
 
@@ -134,6 +141,57 @@ def test_offsets_point_into_the_text(app: Any) -> None:
     }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_made_an_echo_once_and_beside_the_streams(
+    app: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Prevents n choices from costing the event loop n times the work of a prompt's log-probabilities, in one go."""
+    real, prompt = app.engine.tokenizer.decode, [97, 98, 0xC3]
+    began, go_on, num_made = threading.Event(), threading.Event(), 0
+
+    def decode(ids: Any, **options: Any) -> str:
+        nonlocal num_made
+        if ids == prompt:
+            num_made += 1
+            began.set()
+            assert go_on.wait(10), "nothing was answered meanwhile"
+        return str(real(ids, **options))
+
+    def choices(n: int) -> list[tuple[Any, ...]]:
+        fields = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 3, "n": n}
+        if stream:
+            return [(choice["tokens"], choice["offsets"]) for choice in streamed(app, **fields).values()]
+        logprobs = [choice["logprobs"] for choice in post(app, **fields).json()["choices"]]
+        return [(one["tokens"], one["text_offset"]) for one in logprobs]
+
+    expected = choices(1)
+    monkeypatch.setattr(app.engine.tokenizer, "decode", decode)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(choices, 4)
+        assert began.wait(60)
+        assert app.http.get("/health/live").status_code == 200
+        go_on.set()
+        assert found.result() == expected * 4
+    assert num_made == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "fields", "status"),
+    [(12, {"n": 2}, 200), (11, {"n": 2}, 400), (1, {"n": 1}, 200), (1, {"n": 2, "logprobs": None}, 200)],
+)
+def test_an_absurd_echo_is_refused(
+    app: Any, monkeypatch: pytest.MonkeyPatch, limit: int, fields: dict[str, Any], status: int, stream: bool
+) -> None:
+    """Prevents a small request whose answer is gigabytes of the same log-probabilities."""
+    monkeypatch.setattr(openai_params, "MAX_ECHOED_LOGPROBS", limit)
+    reply = post(app, **{"echo": True, "logprobs": 1, "stream": stream, **fields})  # three tokens, of two each
+    assert reply.status_code == status
+    if status == 400:
+        assert reply.json()["error"]["param"] == "n"
+    app.engine.wait_for_live(0)
+
+
 def test_one_bad_prompt_of_several_refuses_all(app: Any) -> None:
     """Prevents requests of a refused call that go on running."""
     reply = post(app, prompt=["a", "x" * 5000], n=2)
@@ -166,3 +224,11 @@ def test_chunks_equal_those_encoded_whole(usage: Any) -> None:
     ]
     for choice in choices:
         assert ChunkEncoder(head, usage).event(choice) == sse(head.answer((choice,), usage))
+
+
+def test_an_answer_of_parts_equals_one_encoded_whole() -> None:
+    """As above, for a body of many choices."""
+    head = AnswerHead('cmpl-1"choices":[]', "text_completion", 5, 'a model ]} named "b"', "fp_1")
+    usage = Usage(1, 2, 3, PromptTokensDetails(0))
+    choices = [CompletionChoice(i, "a ]} 🙂\n", None, "stop", None) for i in range(3)]
+    assert encode_answer(head, choices, usage) == msgspec.json.encode(head.answer(choices, usage))

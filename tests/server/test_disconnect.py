@@ -5,6 +5,7 @@ import socket
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http import httptools_impl
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -31,6 +32,23 @@ def test_a_client_that_goes_away(app: Any, stream: bool, hold_after: int) -> Non
     connection.close()
     app.engine.wait_for_live(0)
     assert app.http.get("/health/ready").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_goes_away_behind_a_large_body(app: Any, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a connection whose reading stays paused behind a body, and which never hears of its end."""
+    monkeypatch.setattr(httptools_impl, "HIGH_WATER_LIMIT", 1000)  # what is large, so that it still comes in one piece
+    app.engine.hold_after = 0
+    raw = json.dumps({"prompt": "a", "stream": stream, "user": "u" * 4000}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    host, _, port = app.url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(head.encode())
+    app.http.get("/health/live")  # by then the server waits for the body
+    connection.sendall(raw)
+    app.engine.wait_for_live(1)
+    connection.close()
+    app.engine.wait_for_live(0)
 
 
 def test_all_prompts_of_a_request_go(app: Any) -> None:

@@ -58,7 +58,7 @@ def test_an_answer_is_the_same_both_ways(app: Any, fields: dict[str, Any]) -> No
     """Prevents whole answers that lose, repeat or reorder the tokens for which no task was woken."""
     body = {"prompt": "ab", "max_tokens": None, **fields}
     fast = app.http.post("/v1/completions", json=body).json()
-    assert app.engine.num_express > 0
+    assert (app.engine.num_express > 0) == ("echo" not in fields), "what takes long is for the task"
     app.engine.uses_express = False
     slow = app.http.post("/v1/completions", json=body).json()
     assert [fast[part] for part in ("choices", "usage")] == [slow[part] for part in ("choices", "usage")]

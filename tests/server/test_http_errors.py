@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from castline.engines.errors import EngineError, ErrorCode, RequestError
-from castline.server import http_wire
+from castline.server import http_protocol, http_wire
 from castline.server.errors import TABLE, ServerCode, to_wire
 from castline.server.http_protocol import MAX_HEAD_BYTES
 from castline.server.serving import MAX_MESSAGE_BYTES
@@ -199,6 +199,23 @@ def test_headers_below_the_limit_are_taken_in_any_pieces(app: Any) -> None:
         assert app.http.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize("cut", [60, 120])
+def test_a_head_in_pieces_may_end_before_a_large_body(app: Any, monkeypatch: pytest.MonkeyPatch, cut: int) -> None:
+    """Prevents the limit from counting the body behind a head's last piece, or the request before its first."""
+    monkeypatch.setattr(http_protocol, "MAX_HEAD_BYTES", 500)  # below what comes in one piece
+    body = json.dumps({**CHAT, "user": "u" * 3000}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\ncontent-type: application/json\r\nx-more: %b\r\n" % (b"h" * 100)
+    request = b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
+    with socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30) as connection:
+        answer = b""
+        for piece in (request[:cut], request[cut:] + request[:cut], request[cut:]):
+            connection.sendall(piece)
+            app.http.get("/health/live")
+        while answer.count(b'"cached_tokens"') < 2 and (data := connection.recv(65536)):
+            answer += data
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200"]
+
+
 def test_what_is_no_http_is_told_so_in_openais_shape(app: Any) -> None:
     """Prevents a plain-text answer, which clients cannot read."""
     status, error = raw_answer(app, b"\x16\x03\x01 no HTTP\r\n\r\n")
@@ -231,6 +248,27 @@ def test_a_connection_that_asks_nothing_is_closed(app: Any, monkeypatch: pytest.
     """As above; it is told nothing, for a client may take an answer for that of its next request."""
     monkeypatch.setattr(http_wire, "RECEIVE_TIMEOUT_S", 0.2)
     assert wait_for_close(app) == b""
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "more"),
+    [
+        (b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n", b"200", b"\r\n"),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n", b"415", b"{"),
+    ],
+    ids=["CRLF", "refused body"],
+)
+def test_a_connection_that_goes_on_with_no_request_is_closed(
+    app: Any, monkeypatch: pytest.MonkeyPatch, request_: bytes, status: bytes, more: bytes
+) -> None:
+    """Prevents bytes behind an answer that begin no request from keeping the connection open for ever."""
+    monkeypatch.setattr(http_wire, "RECEIVE_TIMEOUT_S", 0.2)
+    with socket.create_connection((app.http.base_url.host, app.http.base_url.port), timeout=30) as connection:
+        connection.sendall(request_)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+        connection.sendall(more)
+        while connection.recv(65536):  # times out, and raises, where the server does not close
+            pass
 
 
 def streaming(app: Any, headers: bytes = b"") -> socket.socket:

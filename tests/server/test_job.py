@@ -1,6 +1,7 @@
 """A request of several prompts, over an engine that notes when each begins."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -66,3 +67,38 @@ def test_a_refused_prompt_of_a_list_is_named(field: str | None, told: str | None
     with pytest.raises(RequestError) as refused:
         asyncio.run(scenario())
     assert refused.value.field == told
+
+
+def test_a_slow_reader_of_several_prompts_holds_no_queue() -> None:
+    """Prevents every token of thousands of streams from lying in memory while their client does not read."""
+
+    class Endless:
+        made = running = 0
+
+        async def generate(self, prompt: str, params: SamplingParams, **options: Any) -> AsyncIterator[Output]:
+            self.running += 1
+            try:
+                for i in itertools.count():
+                    await asyncio.sleep(0)
+                    self.made += 1
+                    yield Output(0, f"{prompt}:{i}", (1,))
+            finally:
+                self.running -= 1
+
+    async def scenario() -> None:
+        engine = Endless()
+        job = Job("r", list("abcd"), SamplingParams(), True, None, cast(AnswerWriter, None))
+        outputs = run(cast(EngineClient, engine), job)
+        texts = [(await anext(outputs)).text]
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert engine.running == 4
+        assert engine.made <= 1 + 2 * 4, "one read, and of each prompt one in the queue and one before it"
+        texts += [(await anext(outputs)).text for _ in range(40)]
+        for prompt in "abcd":
+            of_prompt = [text for text in texts if text.startswith(prompt)]
+            assert of_prompt == [f"{prompt}:{i}" for i in range(len(of_prompt))]
+        await outputs.aclose()
+        assert engine.running == 0
+
+    asyncio.run(scenario())

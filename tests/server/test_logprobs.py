@@ -42,6 +42,34 @@ def test_a_stop_string_takes_its_entries_with_it(texts: TokenTexts) -> None:
     assert released(aligner, output("a", b"aEN"), output("", b"D", FinishReason.STOP, "END")) == [[97], []]
 
 
+@pytest.mark.parametrize(
+    ("shown", "ids"),
+    [
+        ("\ufffd\ufffdab", b"\xa1\xa1ab"),
+        ("\ufffdab", b"\xf0\x9f\x99ab"),
+        ("\ufffd", b"\xe2\x82"),
+        ("\ufffd\ufffd", b"\xe2\xff"),
+        ("é\ufffd", b"\xc3\xa9\xe2"),
+    ],
+)
+def test_what_is_no_text_is_counted_as_it_is_shown(app: Any, shown: str, ids: bytes) -> None:
+    """Prevents the tokens of a stop string from being told after bytes that are longer as U+FFFD."""
+    app.engine.reply_ids = [*ids, *b"STOP", *b" and more", EOS]
+    body = {"messages": [{"role": "user", "content": "hi"}], "stop": ["STOP"], "logprobs": True}
+    (choice,) = app.http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert choice["message"]["content"] == shown
+    assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[byte] for byte in ids]
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_spaces_that_the_start_of_a_text_drops_hold_nothing_back(texts: TokenTexts, dropped: int) -> None:
+    """Prevents the last tokens before a stop string from being lost where SentencePiece drops its first space."""
+    shown = "  ab"[dropped:]
+    pieces = [output(shown[:1], b"  a"), output(shown[1:], b"bS"), output("", b"T", FinishReason.STOP, "ST")]
+    entries = [entry for part in released(LogprobAligner(texts, (EOS,)), *pieces) for entry in part]
+    assert bytes(entries) == b"  ab"
+
+
 def test_the_token_that_ends_the_text_has_no_entry(texts: TokenTexts) -> None:
     """Prevents </s> among the tokens of a text that does not show it."""
     assert released(LogprobAligner(texts, (EOS,)), output("a", [97, EOS], FinishReason.STOP)) == [[97]]

@@ -15,7 +15,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return decode_chat(json.dumps({"messages": MESSAGES, **fields}).encode())
+    return decode_chat(json.dumps({"messages": MESSAGES, **fields}).encode(), max_messages=8)
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -85,7 +85,7 @@ def test_notes_of_the_caller_are_taken() -> None:
 def test_a_malformed_body_is_the_clients_error(body: bytes, field: str | None) -> None:
     """Prevents a 500, or a message that does not say which field is wrong."""
     with pytest.raises(RequestError) as refused:
-        decode_chat(body)
+        decode_chat(body, max_messages=8)
     assert refused.value.field == field
     assert refused.value.code is ErrorCode.INVALID_VALUE
 
@@ -135,7 +135,7 @@ def test_a_stop_string_alone_is_a_list_of_one() -> None:
 
 def test_a_logit_bias_value_of_a_wrong_type_is_left_to_who_names_its_key() -> None:
     """C30: prevents a refusal that names no key, as the JSON decoder's own does."""
-    request = decode_chat(b'{"messages": [{"role": "user", "content": "hi"}], "logit_bias": {"7": 1, "5": "x"}}')
+    request = decode_chat(b'{"messages": [{"role": "user", "content": "hi"}], "logit_bias": {"7": 1, "5": "x"}}', 8)
     limits = EffectiveLimits(64, 4, 32, 16, 8, 2.0)
     with pytest.raises(RequestError) as refused:
         validate_params(chat_params(request), 100, limits, 10)
@@ -189,7 +189,7 @@ def test_best_of_is_n_or_nothing() -> None:
 )
 def test_prompt_forms(prompt: Any, expected: Any) -> None:
     """Prevents mixing up a list of ids with a list of prompts."""
-    assert prompts_of(prompt, 8) == expected
+    assert prompts_of(prompt, max_prompts=8, max_tokens=20) == expected
 
 
 @pytest.mark.parametrize(
@@ -211,12 +211,30 @@ def test_prompt_forms(prompt: Any, expected: Any) -> None:
 def test_prompts_that_are_none(prompt: Any, field: str) -> None:
     """C33: prevents a list of nothing, or of mixed things, from reaching the engine."""
     with pytest.raises(RequestError) as refused:
-        prompts_of(prompt, 8)
+        prompts_of(prompt, max_prompts=8, max_tokens=20)
     assert refused.value.field == field
 
 
+@pytest.mark.parametrize(("prompt", "field"), [([1] * 21, "prompt"), ([[1], [1] * 20 + ["a"]], "prompt[1]")])
+def test_token_ids_that_cannot_fit_are_not_looked_at(prompt: Any, field: str) -> None:
+    """Prevents millions of ids from being checked one by one before they are refused."""
+    with pytest.raises(RequestError) as refused:
+        prompts_of(prompt, max_prompts=8, max_tokens=20)
+    assert (refused.value.field, refused.value.code) == (field, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+
+
+def test_messages_that_cannot_fit_are_not_even_read() -> None:
+    """Prevents a body of a million messages from taking gigabytes and seconds before it is refused."""
+    eight = b'{"messages": [' + b",".join([json.dumps(MESSAGES[0]).encode()] * 8)
+    for _ in range(2):  # one conversation takes no room from the next
+        assert len(decode_chat(eight + b"]}", max_messages=8).messages) == 8
+        with pytest.raises(RequestError) as refused:
+            decode_chat(eight + b', {"role": "user"}, and what follows is no JSON', max_messages=8)
+        assert (refused.value.field, refused.value.code) == ("messages", ErrorCode.CONTEXT_LENGTH_EXCEEDED)
+
+
 def messages(*raw: dict[str, Any]) -> list[dict[str, str]]:
-    return messages_of(decode_chat(json.dumps({"messages": raw}).encode()).messages)
+    return messages_of(decode_chat(json.dumps({"messages": raw}).encode(), 8).messages)
 
 
 def test_messages_are_plain_strings() -> None:
