@@ -1,19 +1,15 @@
 """What a caller asks, made a request that the engine can trust: prompt encoded, values checked, length decided."""
 
-import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from castline.runtime.client import EffectiveLimits
+from castline.runtime.encoding import encode_text
 from castline.runtime.request import Request
 from castline.runtime.resolve import resolve_params
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.tokenizer import Tokenizer
 from castline.runtime.validation import validate_prompt
-
-LONG_TEXT_CHARS: Final = 4096
-"""Longer prompts are encoded in a thread: a megabyte takes about a second, and other requests stream meanwhile."""
 
 
 class Intake:
@@ -31,9 +27,9 @@ class Intake:
     async def encode(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        if len(prompt) <= LONG_TEXT_CHARS:
-            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+        return await encode_text(
+            self._tokenizer, prompt, add_special_tokens=add_special_tokens, max_tokens=self._limits.max_model_len
+        )
 
     def request(
         self,
