@@ -178,6 +178,7 @@ class AsyncEngine:
 
     async def _drain(self, timeout_s: float) -> None:
         self._draining = True
+        self._intake.refuse(_shutting_down)
         self._health_changed()
         if self._live and timeout_s > 0:
             try:
@@ -235,6 +236,7 @@ class AsyncEngine:
         self._failure = reason
         self._ready.set()
         self._health_changed()
+        self._intake.refuse(lambda: EngineError(reason))
         for live in list(self._live.values()):
             self._live.end(live, EngineError(reason))
 

@@ -23,7 +23,10 @@ _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[TokenIds]", Callable[[],
 
 
 class EncodingThreads:
-    """Jobs in order of arrival, on up to *num_threads* threads, which the first job starts. Thread-safe."""
+    """Jobs in order of arrival, on *num_threads* threads, which the first job starts. Thread-safe.
+
+    The threads are daemons: a process that is to end does not wait for a text that nobody wants any more.
+    """
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._name = name
@@ -32,8 +35,8 @@ class EncodingThreads:
         self._started = False
         self._starting = Lock()
 
-    async def run(self, job: Callable[[], TokenIds]) -> TokenIds:
-        """What *job* returns or raises. Cancelled before its turn, it is not run."""
+    def begin(self, job: Callable[[], TokenIds]) -> "asyncio.Future[TokenIds]":
+        """A future of the running loop, for what *job* returns or raises; done before its turn, the job is not run."""
         with self._starting:
             if not self._started:
                 self._started = True
@@ -42,7 +45,7 @@ class EncodingThreads:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TokenIds] = loop.create_future()
         self._jobs.put((loop, future, job))
-        return await future
+        return future
 
     def _work(self) -> None:
         while True:
@@ -76,6 +79,13 @@ async def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bo
     """Raises RequestError for a text that is known to have more than *max_tokens*, and for what is no text."""
     if len(text) <= LONG_CHARS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await begin_encoding(tokenizer, text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+
+
+def begin_encoding(
+    tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, max_tokens: int
+) -> "asyncio.Future[TokenIds]":
+    """As `encode_text`, of a long text. Whoever ends the future early is waited for no longer."""
     if tokenizer.has_more(text, max_tokens):
         raise RequestError(
             f"the prompt has {len(text)} characters, which are more than {max_tokens} tokens whatever they are, and "
@@ -84,4 +94,4 @@ async def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bo
             code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
         )
     threads = _long if len(text) <= LONGEST_CHARS else _longest
-    return await threads.run(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    return threads.begin(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
