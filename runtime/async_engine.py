@@ -9,6 +9,7 @@ from typing import Final
 
 from castline.engines.errors import EngineError, ErrorCode, RequestError
 from castline.engines.manifest import Manifest
+from castline.runtime.admission import validate_places
 from castline.runtime.arrival_gate import ArrivalGate
 from castline.runtime.client import EffectiveLimits, Express, Health, Output, Phase, Stats
 from castline.runtime.engine_link import EngineLink, EngineProcess
@@ -132,8 +133,9 @@ class AsyncEngine:
         deadline = None if timeout_s is None else self._clock() + timeout_s
         self._check_accepting()
         token_ids = await self._intake.encode(prompt, add_special_tokens)
-        self._check_accepting()
         request = self._intake.request(request_id, token_ids, params, deadline, cache_salt, streams)
+        validate_places(1, request.params.n, self.limits)
+        self._check_accepting(request.params.n)
         idle = not self._live
         live = self._live.add(request, express)
         if self._gate is not None:
@@ -215,16 +217,18 @@ class AsyncEngine:
         if not self._stopping:
             self._fail(reason)
 
-    def _check_accepting(self) -> None:
-        """Raises what a request is told that cannot be taken now, whatever it asks."""
+    def _check_accepting(self, n: int = 1) -> None:
+        """Raises what a request of *n* continuations is told that cannot be taken now, whatever else it asks."""
         if self._failure is not None:
             raise EngineError(self._failure)
         if self._draining:
             raise _shutting_down()
-        if len(self._live) >= self.limits.max_num_seqs + self.limits.max_waiting:
+        free = self.limits.num_places - self._live.num_continuations
+        if n > free:
             raise RequestError(
-                f"{self.limits.max_num_seqs} requests may run and {self.limits.max_waiting} wait, and all places are "
-                "taken: try again later, or serve with a larger --max-waiting",
+                f"{self.limits.max_num_seqs} continuations may run and {self.limits.max_waiting} wait, n of each "
+                f"request, and {free} of these places are free for {n}: try again later, or serve with a larger "
+                "--max-waiting",
                 code=ErrorCode.OVERLOADED,
             )
 
