@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from castline.engines.errors import ErrorCode, RequestError
 from castline.engines.host import usable_cores
+from castline.runtime.serving_time import standing_apart
 from castline.runtime.tokenizer import Tokenizer
 
 LONG_CHARS: Final = 4096
@@ -48,8 +49,9 @@ class EncodingThreads:
         return future
 
     def _work(self) -> None:
-        while True:
-            self._do(*self._jobs.get())
+        with standing_apart():
+            while True:
+                self._do(*self._jobs.get())
 
     def _do(
         self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[TokenIds]", job: Callable[[], TokenIds]
