@@ -138,9 +138,9 @@ class AsyncEngine:
         self._check_accepting(request.params.n)
         idle = not self._live
         live = self._live.add(request, express)
-        if self._gate is not None:
-            self._gate.add(Add(request), engine_idle=idle)
         try:
+            if self._gate is not None:
+                self._gate.add(Add(request), engine_idle=idle)
             while (output := await live.next()) is not None:
                 yield output
         finally:
@@ -211,6 +211,12 @@ class AsyncEngine:
             case Failed(reason):
                 self._fail(reason)
                 self._close_link()
+
+    def on_unsendable(self, command: Command, error: Exception) -> None:
+        """From the link: the engine loop never hears of a request, so its reader is told."""
+        if isinstance(command, Add) and (live := self._live.get(command.request.request_id)) is not None:
+            _log.error("request %r cannot be sent", live.request_id, exc_info=error)
+            self._live.end(live, EngineError(f"internal error: {error!r}"))
 
     def on_lost(self, reason: str) -> None:
         """From the link: the engine loop is gone."""

@@ -20,6 +20,10 @@ class EngineListener(Protocol):
 
     def on_report(self, report: Report) -> None: ...
 
+    def on_unsendable(self, command: Command, error: Exception) -> None:
+        """Something in *command* has no form on the wire: it is dropped, and the others go."""
+        ...
+
     def on_lost(self, reason: str) -> None:
         """The engine is gone; called once, and nothing is after it."""
         ...
@@ -48,8 +52,15 @@ class EngineLink(asyncio.Protocol):
 
     def send(self, commands: Sequence[Command]) -> None:
         """Never blocks; the engine reads them together. To one that is gone they are dropped: its listener was told."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(map(encode, commands)))
+        if self._transport is None or self._transport.is_closing():
+            return
+        frames = []
+        for command in commands:
+            try:
+                frames.append(encode(command))
+            except Exception as error:
+                self._listener.on_unsendable(command, error)
+        self._transport.write(b"".join(frames))
 
     def close(self) -> None:
         if self._transport is not None:

@@ -11,7 +11,7 @@ from castline.runtime.request import Request
 from castline.runtime.resolve import resolve_params
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.tokenizer import Tokenizer
-from castline.runtime.validation import validate_prompt
+from castline.runtime.validation import validate_prompt, validate_salt
 
 
 class Intake:
@@ -65,6 +65,6 @@ class Intake:
             params=resolved,
             arrival_time=self._clock(),
             deadline=deadline,
-            cache_salt=cache_salt,
+            cache_salt=validate_salt(cache_salt),
             streams=streams,
         )

@@ -279,6 +279,9 @@ def test_more_continuations_than_there_are_places_are_too_many_for_ever(scripted
         ("a" * 5000, GREEDY, {}, "prompt"),
         ("a", replace(GREEDY, top_p=2.0), {}, "top_p"),
         ("a", replace(GREEDY, logit_bias={VOCAB_SIZE: 1.0}), {}, "logit_bias[260]"),
+        ("a", replace(GREEDY, stop=("ok", "\ud800")), {}, "stop[1]"),
+        ("a", GREEDY, {"cache_salt": "a\udfff"}, "cache_salt"),
+        ("a", GREEDY, {"cache_salt": 5}, "cache_salt"),
         ([*[0] * 256, VOCAB_SIZE], GREEDY, {}, "prompt"),  # counted before its millions of ids are looked at
     ],
 )
@@ -295,6 +298,32 @@ def test_a_bad_request_is_refused_before_it_is_queued(
         assert caught.value.field == field
         assert text_of(await collect(engine, "good")) == made.text("good", 8)
         assert made.core.stats().prompt_tokens == 4
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["with others, to an idle engine", "alone, to one that works"])
+def test_a_request_that_cannot_be_sent_ends_alone(scripted: Scripted, held: bool) -> None:
+    """An id of the caller's own that is no text: the request stayed live for ever, and so did those sent with it."""
+    made = scripted()
+
+    async def scenario() -> None:
+        engine = await made.start()
+        if held:
+            good = [asyncio.create_task(collect(engine, prompt)) for prompt in ("one", "two")]
+        else:
+            made.executor.gate = Semaphore(0)
+            good = [asyncio.create_task(collect(engine, "one"))]
+            await until(lambda: made.core.has_work)
+        bad = asyncio.create_task(collect(engine, "bad", request_id="\ud800"))
+        good.append(asyncio.create_task(collect(engine, "two")))
+        with pytest.raises(EngineError, match="surrogates not allowed"):
+            await bad
+        made.open_gate()
+        for task, prompt in zip(good, ("one", "two", "two"), strict=False):
+            assert text_of(await task) == made.text(prompt, 8)
+        await settled(made, engine)
+        assert engine._live.num_continuations == 0
 
     run(scenario)
 
