@@ -87,11 +87,10 @@ class AsyncEngine:
         process, connection = loading or EngineProcess.load(plan, profile)
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, plan.bundle)
+            engine = cls(plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s, interval=interval)
         except BaseException:
-            connection.close()
-            process.kill()
+            process.abandon(connection)
             raise
-        engine = cls(plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s, interval=interval)
         if profile is not None:
             engine._stop_grace_s = PROFILE_GRACE_S
         await engine.connect(connection, process)
@@ -101,13 +100,15 @@ class AsyncEngine:
         """Takes over the socket to an engine loop, and waits until that is ready. Raises EngineError."""
         self._process = process
         exit_reason = process.exit_reason if process is not None else lambda: "the engine loop is gone"
-        self._link = await EngineLink.connect(connection, self, exit_reason)
-        self._gate = ArrivalGate(self._link.send, self.limits.max_num_batched_tokens)
         try:
+            self._link = await EngineLink.connect(connection, self, exit_reason)
+            self._gate = ArrivalGate(self._link.send, self.limits.max_num_batched_tokens)
             await self._ready.wait()
             if self._failure is not None:
                 raise EngineError(self._failure)
         except BaseException:
+            if self._link is None:
+                connection.close()  # which tells the loop
             await self._stop()
             raise
 
