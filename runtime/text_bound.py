@@ -6,6 +6,7 @@ a pre-tokenizer that drops spaces, a vocabulary without bytes) leaves no bound a
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -47,20 +48,19 @@ class TextBound:
 _NONE: Final = TextBound(None, b"")
 
 
-def text_bound(backend: Backend) -> TextBound:
-    """Of the tokenizer as it is now."""
+def text_bound(backend: Backend, vocab: Collection[str]) -> TextBound:
+    """Of the tokenizer as it is now; *vocab* are all of its tokens."""
     model, splits = backend.model, steps_of(backend.pre_tokenizer)
     shrink = math.prod(map(_shrinks, steps_of(backend.normalizer)))
     if not isinstance(model, models.BPE) or not all(map(_keeps_all, splits)) or shrink == math.inf:
         return _NONE
-    vocab = backend.get_vocab(with_added_tokens=False)
     free: set[int] = set()
     if any(step["type"] == "ByteLevel" for step in splits):
-        free |= {byte for char, byte in BYTE_LEVEL.items() if byte in _IN_UTF8 and char not in vocab}
+        free |= {byte for char, byte in BYTE_LEVEL.items() if byte in _IN_UTF8 and model.token_to_id(char) is None}
         longest = max(map(len, vocab), default=0)  # a character for each byte
         if free and backend.normalizer is not None:  # another character may become one of them
             return _NONE
-    elif model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in _IN_UTF8):
+    elif model.byte_fallback and all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in _IN_UTF8):
         longest = max((len(token.encode()) for token in vocab), default=0)
     else:
         return _NONE

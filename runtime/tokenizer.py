@@ -47,12 +47,13 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._bytes = TokenBytes(backend)
-        self._bound = text_bound(backend)
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self._bound = text_bound(backend, vocab)
         self.whole_texts: dict[int, str] = {}
         """Detokenizer's memory of tokens that are whole characters, or nothing, inside a text."""
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = max(vocab.values(), default=-1) + 1
 
         names = dict(special_tokens or {})
         self._bos_text = names.get("bos_token", "")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from castline.runtime.text_bound import _NFC_SHRINKS, text_bound
+from castline.runtime.text_bound import _NFC_SHRINKS, TextBound, text_bound
 from castline.runtime.token_bytes import BYTE_LEVEL
 from castline.runtime.tokenizer import Tokenizer
 
@@ -34,6 +34,10 @@ PIECES = [
 ]
 PIECES += ["\U000a1234", "日本", "🌍", "<s>", "</s>", "<unk>", "€ plain", "<|lone|>", "\ufb01", "x" * 30, "\r"]
 pieces = st.lists(st.sampled_from(PIECES) | st.text(alphabet=st.characters(blacklist_categories=("Cs",))), max_size=30)
+
+
+def bound_of(backend: Backend) -> TextBound:
+    return text_bound(backend, backend.get_vocab(with_added_tokens=True))
 
 
 def byte_level(missing: str = "", **added: bool) -> Backend:
@@ -81,7 +85,7 @@ KNOWN: dict[str, tuple[Callable[[], Backend], int]] = {
 def test_the_bound_is_the_longest_token(kind: str) -> None:
     """A bound that is none refuses nothing, and a text of megabytes is encoded only to be refused."""
     make, longest = KNOWN[kind]
-    bound = text_bound(make())
+    bound = bound_of(make())
     assert bound.bytes_per_token == longest
     text = "abc\U0010ffff" * 10_000 * longest
     assert bound.is_exceeded(text, 69_999)
@@ -94,7 +98,7 @@ def test_the_bound_is_the_longest_token(kind: str) -> None:
 def test_no_text_has_fewer_tokens(kind: str, parts: list[str]) -> None:
     """One that has would be refused though it fits."""
     backend, text = _made(kind), "".join(parts)
-    bound = text_bound(backend)
+    bound = bound_of(backend)
     for repeated in (text, text * 20):
         assert not bound.is_exceeded(repeated, len(backend.encode(repeated, add_special_tokens=False).ids))
 
@@ -165,7 +169,7 @@ def dropping() -> Backend:
 def test_what_may_lose_text_has_no_bound(make: Callable[[], Backend], text: str) -> None:
     """Whatever its length, such a text may be a token or two."""
     backend = make()
-    assert not text_bound(backend).is_exceeded(text, 1)
+    assert not bound_of(backend).is_exceeded(text, 1)
     assert len(backend.encode(text).ids) < 1001
 
 
