@@ -29,6 +29,18 @@ def validate_fits(prompt_len: int, params: SamplingParams, limits: EffectiveLimi
     _check_pool(prompt_len, params, limits)
 
 
+def validate_places(num_prompts: int, n: int, limits: EffectiveLimits) -> None:
+    """Raises RequestError for more continuations of one call than can ever run and wait."""
+    if num_prompts * n > limits.num_places:
+        prompts = f"{num_prompts} prompts with n {n} are {num_prompts * n} texts" if num_prompts > 1 else f"n is {n}"
+        raise RequestError(
+            f"{prompts}, and here {limits.max_num_seqs} may run and {limits.max_waiting} wait at a time: ask for at "
+            f"most {limits.num_places}, or serve with a larger --max-waiting",
+            field="n",
+            code=ErrorCode.REQUEST_TOO_LARGE,
+        )
+
+
 def _check_model_length(prompt_len: int, params: SamplingParams, limits: EffectiveLimits) -> None:
     room_for_output = 0 if params.max_tokens == 0 else 1
     if prompt_len + room_for_output > limits.max_model_len:

@@ -9,6 +9,7 @@ from typing import Final
 
 from castline.engines.errors import EngineError, ErrorCode, RequestError
 from castline.engines.manifest import Manifest
+from castline.runtime.admission import validate_places
 from castline.runtime.arrival_gate import ArrivalGate
 from castline.runtime.client import EffectiveLimits, Express, Health, Output, Phase, Stats
 from castline.runtime.engine_link import EngineLink, EngineProcess
@@ -86,11 +87,10 @@ class AsyncEngine:
         process, connection = loading or EngineProcess.load(plan, profile)
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, plan.bundle)
+            engine = cls(plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s, interval=interval)
         except BaseException:
-            connection.close()
-            process.kill()
+            process.abandon(connection)
             raise
-        engine = cls(plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s, interval=interval)
         if profile is not None:
             engine._stop_grace_s = PROFILE_GRACE_S
         await engine.connect(connection, process)
@@ -100,13 +100,15 @@ class AsyncEngine:
         """Takes over the socket to an engine loop, and waits until that is ready. Raises EngineError."""
         self._process = process
         exit_reason = process.exit_reason if process is not None else lambda: "the engine loop is gone"
-        self._link = await EngineLink.connect(connection, self, exit_reason)
-        self._gate = ArrivalGate(self._link.send, self.limits.max_num_batched_tokens)
         try:
+            self._link = await EngineLink.connect(connection, self, exit_reason)
+            self._gate = ArrivalGate(self._link.send, self.limits.max_num_batched_tokens)
             await self._ready.wait()
             if self._failure is not None:
                 raise EngineError(self._failure)
         except BaseException:
+            if self._link is None:
+                connection.close()  # which tells the loop
             await self._stop()
             raise
 
@@ -132,13 +134,14 @@ class AsyncEngine:
         deadline = None if timeout_s is None else self._clock() + timeout_s
         self._check_accepting()
         token_ids = await self._intake.encode(prompt, add_special_tokens)
-        self._check_accepting()
         request = self._intake.request(request_id, token_ids, params, deadline, cache_salt, streams)
+        validate_places(1, request.params.n, self.limits)
+        self._check_accepting(request.params.n)
         idle = not self._live
         live = self._live.add(request, express)
-        if self._gate is not None:
-            self._gate.add(Add(request), engine_idle=idle)
         try:
+            if self._gate is not None:
+                self._gate.add(Add(request), engine_idle=idle)
             while (output := await live.next()) is not None:
                 yield output
         finally:
@@ -178,6 +181,7 @@ class AsyncEngine:
 
     async def _drain(self, timeout_s: float) -> None:
         self._draining = True
+        self._intake.refuse(_shutting_down)
         self._health_changed()
         if self._live and timeout_s > 0:
             try:
@@ -209,21 +213,29 @@ class AsyncEngine:
                 self._fail(reason)
                 self._close_link()
 
+    def on_unsendable(self, command: Command, error: Exception) -> None:
+        """From the link: the engine loop never hears of a request, so its reader is told."""
+        if isinstance(command, Add) and (live := self._live.get(command.request.request_id)) is not None:
+            _log.error("request %r cannot be sent", live.request_id, exc_info=error)
+            self._live.end(live, EngineError(f"internal error: {error!r}"))
+
     def on_lost(self, reason: str) -> None:
         """From the link: the engine loop is gone."""
         if not self._stopping:
             self._fail(reason)
 
-    def _check_accepting(self) -> None:
-        """Raises what a request is told that cannot be taken now, whatever it asks."""
+    def _check_accepting(self, n: int = 1) -> None:
+        """Raises what a request of *n* continuations is told that cannot be taken now, whatever else it asks."""
         if self._failure is not None:
             raise EngineError(self._failure)
         if self._draining:
             raise _shutting_down()
-        if len(self._live) >= self.limits.max_num_seqs + self.limits.max_waiting:
+        free = self.limits.num_places - self._live.num_continuations
+        if n > free:
             raise RequestError(
-                f"{self.limits.max_num_seqs} requests may run and {self.limits.max_waiting} wait, and all places are "
-                "taken: try again later, or serve with a larger --max-waiting",
+                f"{self.limits.max_num_seqs} continuations may run and {self.limits.max_waiting} wait, n of each "
+                f"request, and {free} of these places are free for {n}: try again later, or serve with a larger "
+                "--max-waiting",
                 code=ErrorCode.OVERLOADED,
             )
 
@@ -235,6 +247,7 @@ class AsyncEngine:
         self._failure = reason
         self._ready.set()
         self._health_changed()
+        self._intake.refuse(lambda: EngineError(reason))
         for live in list(self._live.values()):
             self._live.end(live, EngineError(reason))
 

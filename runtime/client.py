@@ -27,9 +27,14 @@ class EffectiveLimits:
     max_concurrency: float
     """Sequences of max_model_len that fit the pool at once."""
     max_waiting: int = 4096
-    """Requests that may wait; one more is refused with OVERLOADED."""
+    """Continuations that may wait, n of each request; one more is refused with OVERLOADED."""
     max_drafts: int = 0
     """Tokens guessed ahead for one sequence in a step (prompt lookup); 0 is no speculation."""
+
+    @property
+    def num_places(self) -> int:
+        """Continuations that may run and wait."""
+        return self.max_num_seqs + self.max_waiting
 
 
 class Phase(StrEnum):

@@ -7,18 +7,27 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, cast
+from contextlib import suppress
+from typing import Final, Protocol, cast
 
+from castline.engines.errors import EngineError
 from castline.runtime import huge_pages
 from castline.runtime.loader import EnginePlan
 from castline.runtime.step_profile import ProfileOptions
 from castline.runtime.wire import Command, Load, Report, encode, report_reader
+
+_KILLED_S: Final = 2.0
+"""What the system may take to clear away a process that was killed."""
 
 
 class EngineListener(Protocol):
     """Called from the event loop."""
 
     def on_report(self, report: Report) -> None: ...
+
+    def on_unsendable(self, command: Command, error: Exception) -> None:
+        """Something in *command* has no form on the wire: it is dropped, and the others go."""
+        ...
 
     def on_lost(self, reason: str) -> None:
         """The engine is gone; called once, and nothing is after it."""
@@ -48,8 +57,15 @@ class EngineLink(asyncio.Protocol):
 
     def send(self, commands: Sequence[Command]) -> None:
         """Never blocks; the engine reads them together. To one that is gone they are dropped: its listener was told."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(map(encode, commands)))
+        if self._transport is None or self._transport.is_closing():
+            return
+        frames = []
+        for command in commands:
+            try:
+                frames.append(encode(command))
+            except Exception as error:
+                self._listener.on_unsendable(command, error)
+        self._transport.write(b"".join(frames))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -78,15 +94,32 @@ class EngineProcess:
         """Starts a process that waits for Load on the other end of the socket returned."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "castline.runtime.engine_process", str(theirs.fileno())]
-        with theirs:
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+                )
+        except BaseException:
+            ours.close()
+            raise
         return cls(process), ours
 
     @classmethod
     def load(cls, plan: EnginePlan, profile: ProfileOptions | None = None) -> tuple["EngineProcess", socket.socket]:
-        """Starts a process that loads an engine from now on; it says Ready or Failed on the socket returned."""
+        """Starts a process that loads an engine from now on; it says Ready or Failed on the socket returned.
+
+        Raises EngineError where it ends before it has heard what to load.
+        """
         process, connection = cls.spawn(huge_pages.environment(os.environ) if plan.huge_pages else os.environ)
-        connection.sendall(encode(Load(str(plan.bundle), plan.limits, plan.num_threads, plan.huge_pages, profile)))
+        try:
+            connection.sendall(encode(Load(str(plan.bundle), plan.limits, plan.num_threads, plan.huge_pages, profile)))
+        except (BrokenPipeError, ConnectionResetError):
+            reason = process.exit_reason()
+            process.abandon(connection)
+            raise EngineError(reason) from None
+        except BaseException:
+            process.abandon(connection)
+            raise
         return process, connection
 
     @property
@@ -106,6 +139,13 @@ class EngineProcess:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def abandon(self, connection: socket.socket) -> None:
+        """Nobody will talk to it: ends it, and leaves nothing of it in this process."""
+        connection.close()
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver
+            self._process.wait(_KILLED_S)
 
     async def stop(self, timeout_s: float) -> None:
         """Waits for the process to end by itself; kills it after *timeout_s*."""

@@ -13,7 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
-from castline.engines.errors import CastlineError
+from castline.engines.errors import CastlineError, EngineError
 from castline.runtime.engine_loop import CommandSocket, Disconnected, run_engine_loop
 from castline.runtime.profiler import Profiler
 from castline.runtime.startup import load_core
@@ -30,7 +30,7 @@ def serve(link: CommandSocket) -> int:
     try:
         load = link.receive(wait=True)[0]
         assert isinstance(load, Load), load
-        profiler = Profiler(load.profile) if load.profile is not None else None
+        profiler = Profiler(load.profile, _profile_lost) if load.profile is not None else None
         core, executor = load_core(
             Path(load.bundle), load.limits, load.num_threads, profiler or NO_MARKS, huge_pages=load.huge_pages
         )
@@ -55,6 +55,11 @@ def serve(link: CommandSocket) -> int:
         _report(link, error)
         return 1
     return 0
+
+
+def _profile_lost(error: EngineError) -> None:
+    """Nobody's request is worth a profile less."""
+    _log.error("%s (SIGUSR1 to the server)", error)
 
 
 def _report(link: CommandSocket, error: BaseException) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from castline.engines.pages import HUGE_PAGE, MAKE_HUGE, advise
+from castline.runtime.serving_time import standing_apart
 
 SETTINGS: Final = Path("/sys/kernel/mm/transparent_hugepage")
 _MOST_EMPTY: Final = 0.25
@@ -95,6 +96,10 @@ class Settling:
         self._thread.join()
 
     def _run(self) -> None:
+        with standing_apart():
+            self._settle()
+
+    def _settle(self) -> None:
         _give_way()
         self._stopped.wait(self._delay_s)
         moved = 0

@@ -3,17 +3,15 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Final
 
+from castline.engines.errors import CastlineError
 from castline.runtime.client import EffectiveLimits
+from castline.runtime.encoding import LONG_CHARS, begin_encoding
 from castline.runtime.request import Request
 from castline.runtime.resolve import resolve_params
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.tokenizer import Tokenizer
-from castline.runtime.validation import validate_prompt
-
-LONG_TEXT_CHARS: Final = 4096
-"""Longer prompts are encoded in a thread: a megabyte takes about a second, and other requests stream meanwhile."""
+from castline.runtime.validation import validate_prompt, validate_salt
 
 
 class Intake:
@@ -27,13 +25,28 @@ class Intake:
         self._limits = limits
         self._clock = clock
         self._ids = itertools.count()
+        self._encoding: set[asyncio.Future[list[int]]] = set()
+        """Long prompts, each with a task that waits for it."""
 
     async def encode(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        if len(prompt) <= LONG_TEXT_CHARS:
+        if len(prompt) <= LONG_CHARS:
             return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+        encoding = begin_encoding(
+            self._tokenizer, prompt, add_special_tokens=add_special_tokens, max_tokens=self._limits.max_model_len
+        )
+        self._encoding.add(encoding)
+        try:
+            return await encoding
+        finally:
+            self._encoding.discard(encoding)
+
+    def refuse(self, why: Callable[[], CastlineError]) -> None:
+        """Ends the wait for every prompt that is being encoded: what comes of it would be refused."""
+        for encoding in self._encoding:
+            if not encoding.done():
+                encoding.set_exception(why())
 
     def request(
         self,
@@ -52,6 +65,6 @@ class Intake:
             params=resolved,
             arrival_time=self._clock(),
             deadline=deadline,
-            cache_salt=cache_salt,
+            cache_salt=validate_salt(cache_salt),
             streams=streams,
         )

@@ -180,6 +180,12 @@ class KvManager:
         self.cache.check()
         assert all(seq in live for seq in self._computing.values()), "a sequence that has left was to compute a block"
 
+    def check_idle(self) -> None:
+        """Asserts that nobody holds a block, or is to compute one. O(1)."""
+        assert self.pool.num_used == 0, f"blocks in use, though no sequence lives: {self.pool.num_used}"
+        assert not self._copies, "a step is open"
+        assert not self._computing, "a sequence that has left was to compute a block"
+
     def _share_instead(self, seq: Sequence, index: int, block: int) -> None:
         own = seq.block_ids[index]
         if own != block:

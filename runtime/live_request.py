@@ -22,6 +22,8 @@ class LiveRequest:
         """Why the core was told to abort it: what its reader gets in place of the core's CANCELLED."""
         self.num_unfinished = n
         """Continuations that have no finish reason yet."""
+        self.num_places = n
+        """That it still takes of those for continuations."""
         self._express = express
         self._interval = interval
         self._begun: set[int] = set()

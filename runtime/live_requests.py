@@ -39,6 +39,8 @@ class LiveRequests(Mapping[str, LiveRequest]):
         clock: Callable[[], float],
     ) -> None:
         """*send* takes what the engine loop is to be told; *clock* is that loop's."""
+        self.num_continuations = 0
+        """Of all, that have not ended."""
         self._live: dict[str, LiveRequest] = {}
         self._processor = OutputProcessor(tokenizer)
         self._interval = interval
@@ -69,6 +71,7 @@ class LiveRequests(Mapping[str, LiveRequest]):
             self._interval.begin()
         self._keep_pace()
         self._live[request.request_id] = live
+        self.num_continuations += live.num_places
         if request.deadline is not None:
             live.timer = asyncio.get_running_loop().call_later(
                 request.deadline - self._clock(), self.cut_off, live, _deadline_exceeded()
@@ -122,8 +125,11 @@ class LiveRequests(Mapping[str, LiveRequest]):
             except Exception as error:
                 _log.exception("request %s", request_id)
                 self.end(live, EngineError(f"internal error: {error!r}"))
-            if live.num_unfinished == 0:
-                self._forget(live)
+                continue
+            if output.finish_reason is not None:
+                self._free_places(live, live.num_unfinished)
+                if live.num_unfinished == 0:
+                    self._forget(live)
         for request_id, index in step.aborts:
             self._send(Abort(request_id, index))
         for request_id, failure in step.failures:
@@ -137,12 +143,18 @@ class LiveRequests(Mapping[str, LiveRequest]):
         if live.timer is not None:
             live.timer.cancel()
         self._processor.remove(live.request_id)
+        self._free_places(live, 0)
         known = self._live.pop(live.request_id, None) is not None
         if known and not self._live:
             self._all_ended.set()
             self._stall.end()
             self._interval.end()
         return known
+
+    def _free_places(self, live: LiveRequest, num_left: int) -> None:
+        """Of its continuations that have ended; *num_left* go on."""
+        self.num_continuations -= live.num_places - num_left
+        live.num_places = num_left
 
 
 def _deadline_exceeded() -> RequestError:

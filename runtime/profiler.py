@@ -6,15 +6,17 @@ pool, and weights in huge pages move there again before it begins; nothing lasts
 samples, the phases alone are recorded: what runs on it is for the vendor's own profiler to tell.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from castline.engines.errors import EngineError
 from castline.plugins.cpu.operator_profile import OperatorRun
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.device_executor import DeviceExecutor
 from castline.runtime.executor import Executor
 from castline.runtime.plan import StepPlan
-from castline.runtime.profile_report import join_runs, table
+from castline.runtime.profile_report import ProfiledStep, join_runs, table
 from castline.runtime.profile_trace import trace_json
 from castline.runtime.startup import warm_up
 from castline.runtime.step_profile import Phase, ProfileOptions, StepRecorder
@@ -33,8 +35,10 @@ class ProfilingExecutor(Executor, Protocol):
 class Profiler:
     """Not thread-safe: the engine loop owns it. It implements `castline.runtime.step_profile.StepMarks`."""
 
-    def __init__(self, options: ProfileOptions) -> None:
+    def __init__(self, options: ProfileOptions, on_lost: Callable[[EngineError], None] | None = None) -> None:
+        """*on_lost* is told of a recording that cannot be written, and what runs goes on. None: `finish` raises it."""
         self._options = options
+        self._on_lost = on_lost
         self._recorder: StepRecorder | None = None
         self._number = 0
 
@@ -56,15 +60,30 @@ class Profiler:
         self._recorder = StepRecorder(self._options.num_steps)
 
     def finish(self) -> None:
-        """Ends the recording, if there is one, and writes what it has."""
+        """Ends the recording, if there is one, and writes what it has. Raises EngineError unless *on_lost* is told."""
         if self._recorder is None:
             return
         records, self._recorder = self._recorder.records, None
-        steps = join_runs(records, [] if self._executor is None else self._executor.end_profile())
-        if not steps:
-            return
+        try:
+            steps = join_runs(records, [] if self._executor is None else self._executor.end_profile())
+            if steps:
+                self._write(steps)
+        except (OSError, ValueError) as error:  # ValueError: half of an operator profile, where a disk is full
+            lost = EngineError(
+                f"a profile of {len(records)} steps is lost ({error}): see that {self._options.directory} is there, may"
+                " be written and has room, and record again"
+            )
+            if self._on_lost is None:
+                raise lost from error
+            self._on_lost(lost)
+
+    def _write(self, steps: list[ProfiledStep]) -> None:
         path = self._free_path()
-        path.write_bytes(trace_json(steps))
+        try:
+            path.write_bytes(trace_json(steps))
+        except OSError:
+            path.unlink(missing_ok=True)  # no viewer opens half of it
+            raise
         print(f"{table(steps)}\n\ntrace: {path} (open it in https://ui.perfetto.dev)", flush=True)
 
     def mark(self, phase: Phase) -> None:

@@ -57,6 +57,7 @@ class Roster:
     def run(self, seq: Sequence) -> None:
         """It waits no longer."""
         self.waiting.discard(seq)
+        seq.own_tokens()
         seq.running = True
         insort(self.running, seq, key=lambda seq: seq.seq_id)
 

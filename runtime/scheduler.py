@@ -194,6 +194,11 @@ class Scheduler:
         self.kv.check(self._roster.sequences.values())
         self._roster.check()
 
+    def check_idle(self) -> None:
+        """Asserts, while no sequence lives, that nothing is left of any. O(1)."""
+        self.kv.check_idle()
+        self._roster.check()
+
     @property
     def _is_full(self) -> bool:
         """Nobody is admitted, whoever waits."""

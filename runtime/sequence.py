@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -59,6 +59,7 @@ class Sequence:
     index: int
     group: SequenceGroup
     token_ids: list[int]
+    """Until it first runs these are the request's own, which nobody changes: see `own_tokens`."""
     max_len: int
     # What every step touches lies side by side.
     num_computed: int = 0
@@ -94,6 +95,11 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    def own_tokens(self) -> None:
+        """It runs from now on, so its tokens become a list of its own: those that wait share the prompt."""
+        if not isinstance(self.token_ids, list):
+            self.token_ids = list(self.token_ids)
 
     def take_unreported(self, num_new: int = 0) -> tuple[int, ...]:
         """The tokens that no event has had, *num_new* of this step among them, for the next event."""
@@ -133,10 +139,10 @@ def patience_of(request: Request) -> float:
 
 def new_group(request: Request, stop_token_ids: frozenset[int], max_len: int, first_seq_id: int) -> SequenceGroup:
     """A request that has just come, with its n continuations; their ids count from *first_seq_id*."""
-    prompt, wants_logprobs = request.prompt_token_ids, request.params.prompt_logprobs is not None
+    prompt, wants_logprobs = cast("list[int]", request.prompt_token_ids), request.params.prompt_logprobs is not None
     group = SequenceGroup(request, stop_token_ids, prompt_logprobs=[None] if wants_logprobs else None)
     for index in range(request.params.n):
-        seq = Sequence(first_seq_id + index, index, group, list(prompt), max_len)
+        seq = Sequence(first_seq_id + index, index, group, prompt, max_len)
         seq.request_id, seq.patience = request.request_id, patience_of(request)
         group.members[index] = seq
     return group

@@ -1,14 +1,16 @@
 """How many tokens of a stream go into one message.
 
 Each costs the reader the wait for the others, and each message costs the serving process CPU time that the engine
-misses: so one token a message, unless a number is given or that process takes more than its share of the machine.
+misses: so one token a message, unless a number is given or serving takes more than its share of the machine. Only what
+messages cost counts (`castline.runtime.serving_time`).
 """
 
 from collections.abc import Callable
-from time import monotonic, process_time
+from time import monotonic
 from typing import Final
 
 from castline.engines.host import usable_cores
+from castline.runtime.serving_time import serving_time
 
 MAX_SHARE: Final = 0.04
 """Of the CPU time of all cores, that serving may take before messages become longer."""
@@ -40,7 +42,7 @@ class StreamInterval:
 
 
 class AdaptiveInterval(StreamInterval):
-    """Follows the share of the machine that this process took in the last window; 1 when there is no request.
+    """Follows the share of the machine that serving took in the last window; 1 when there is no request.
 
     From i to j tokens a message, the share changes by a factor between 1 and i / j. So any interval passed over on the
     way up would take more than MAX_SHARE, and none that is gone down to takes more than EASY_SHARE: the same load never
@@ -51,9 +53,9 @@ class AdaptiveInterval(StreamInterval):
         self,
         num_cores: int | None = None,
         clock: Callable[[], float] = monotonic,
-        cpu_clock: Callable[[], float] = process_time,
+        cpu_clock: Callable[[], float] = serving_time,
     ) -> None:
-        """*clock* tells the time, *cpu_clock* the CPU time of this process, both in seconds. None: all usable cores."""
+        """*clock* tells the time, *cpu_clock* the CPU time of serving, both in seconds. None: all usable cores."""
         super().__init__()
         self._num_cores = usable_cores() if num_cores is None else num_cores
         self._clock = clock

@@ -26,12 +26,13 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-_BYTE_LEVEL = _byte_level_alphabet()
+BYTE_LEVEL = _byte_level_alphabet()
+"""The byte of each character of a byte-level vocabulary."""
 
 
 def _from_byte_level(token: str) -> bytes:
     try:
-        return bytes([_BYTE_LEVEL[char] for char in token])
+        return bytes([BYTE_LEVEL[char] for char in token])
     except KeyError:  # an added token, written as plain text
         return token.encode()
 
@@ -56,7 +57,7 @@ class TokenBytes:
         self.leading_spaces = 0
         """Spaces that are removed from the start of a text."""
         self._cache: dict[int, bytes] = {}
-        self._read(_decoder_steps(backend))
+        self._read(steps_of(backend.decoder))
 
     def _read(self, steps: Sequence[dict[str, Any]]) -> None:
         if not steps:
@@ -138,14 +139,13 @@ class TextBytes:
         return data
 
 
-def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
-    """The decoder as a flat list of its steps, in the words of tokenizer.json."""
-    if backend.decoder is None:
-        return []
-    return _flatten(json.loads(backend.decoder.__getstate__()))
+def steps_of(part: Any) -> list[dict[str, Any]]:
+    """A decoder, normalizer or pre-tokenizer as a flat list of its steps, in the words of tokenizer.json."""
+    return [] if part is None else _flatten(json.loads(part.__getstate__()))
 
 
-def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    if decoder["type"] == "Sequence":
-        return [step for inner in decoder["decoders"] for step in _flatten(inner)]
-    return [decoder]
+def _flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        return [step]
+    parts = next(step[name] for name in ("decoders", "normalizers", "pretokenizers") if name in step)
+    return [flat for part in parts for flat in _flatten(part)]

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from castline.engines.errors import EngineError, ErrorCode, RequestError
 from castline.runtime.chat_template import ChatTemplate
+from castline.runtime.text_bound import text_bound
 from castline.runtime.token_bytes import TextBytes, TokenBytes
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -46,11 +47,13 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._bytes = TokenBytes(backend)
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self._bound = text_bound(backend, vocab)
         self.whole_texts: dict[int, str] = {}
         """Detokenizer's memory of tokens that are whole characters, or nothing, inside a text."""
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = max(vocab.values(), default=-1) + 1
 
         names = dict(special_tokens or {})
         self._bos_text = names.get("bos_token", "")
@@ -79,6 +82,10 @@ class Tokenizer:
             raise _not_text(text) from None
         ids: list[int] = encoding.ids
         return ids
+
+    def has_more(self, text: str, num_tokens: int) -> bool:
+        """Whether *text* has more tokens than that, as far as it is known without encoding it: True is for sure."""
+        return self._bound.is_exceeded(text, num_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text; each maximal run of bytes that is no UTF-8 is one U+FFFD."""

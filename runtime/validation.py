@@ -67,6 +67,27 @@ def validate_params(
     )
 
 
+def validate_salt(cache_salt: Any) -> str | None:
+    """Any text; the empty one is a salt too."""
+    if cache_salt is None:
+        return None
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt must be a string, not {cache_salt!r}", field="cache_salt")
+    _check_unicode("cache_salt", cache_salt)
+    return cache_salt
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name}: character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}, which no text may "
+            "hold; send the full pair or none",
+            field=name,
+        ) from None
+
+
 def _resolve_max_tokens(max_tokens: int | None, max_model_len: int, prompt_len: int) -> int:
     """At least one token is generated, unless none is asked for."""
     if prompt_len == 0:
@@ -128,6 +149,7 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
             raise RequestError(f"{name} must be a string, not {string!r}", field=name)
         if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
             raise RequestError(f"{name} must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(string)}", field=name)
+        _check_unicode(name, string)
     return tuple(dict.fromkeys(strings))
 
 

@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from castline.runtime.client import Output
+from castline.runtime.encoding import encode_text
 from castline.server.errors import to_wire
 from castline.server.grpc_convert import ResponseWriter, model_info, prompt_of, sampling_params, text_of
 from castline.server.grpc_stream import MessageStream
@@ -93,10 +94,11 @@ class InferenceServicer(castline_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: ServicerContext) -> pb.TokenizeResponse:
         async def tokenize() -> pb.TokenizeResponse:
-            tokenizer = self._serving.model.engine.tokenizer
-            text, add_special_tokens = text_of(request, tokenizer)
-            # A long text takes long: it must not delay the streams.
-            ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            engine = self._serving.model.engine
+            text, add_special_tokens = text_of(request, engine.tokenizer)
+            ids = await encode_text(
+                engine.tokenizer, text, add_special_tokens=add_special_tokens, max_tokens=engine.limits.max_model_len
+            )
             return pb.TokenizeResponse(token_ids=ids, count=len(ids))
 
         return await _or_abort(tokenize, context)

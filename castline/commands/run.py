@@ -64,7 +64,13 @@ class StreamIntervalChoice(click.ParamType):  # type: ignore[type-arg]
 @click.option("--max-model-len", type=int, metavar="TOKENS", help="Prompt and answer together.")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Sequences computed at once.")
 @click.option("--max-num-batched-tokens", type=int, metavar="TOKENS", help="Tokens of one step.")
-@click.option("--max-waiting", default=LOAD.max_waiting, show_default=True, help="Requests that may wait.")
+@click.option(
+    "--max-waiting",
+    default=LOAD.max_waiting,
+    show_default=True,
+    metavar="N",
+    help="Continuations that may wait, n of each prompt; more are refused.",
+)
 @click.option("--threads", type=int, metavar="N", help="Compute threads of a CPU.  [default: the tuner's choice]")
 @click.option(
     "--speculation",

@@ -147,7 +147,7 @@ class CpuSession:
         try:
             return read_profile(path, start_ns, self.vocab_size)
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)  # gone with its directory: reading it says so
 
     def close(self) -> None:
         """Releases the session, its threads and the pool, and writes the profile if one was asked for."""

@@ -66,7 +66,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """The token ids that Generate would compute for the same prompt.
+        """The token ids that Generate would compute for the same prompt. INVALID_ARGUMENT for a text that is so long that it
+        has more than max_model_len tokens whatever they are.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -165,3 +165,34 @@ def test_a_request_the_sampler_refuses_ends_alone(make_engine):
     assert engine.finish("bad").message == "top_k 13 brings bad luck"
     assert engine.tokens("a") == engine.expected("a", 4)
     engine.assert_forgotten()
+
+
+def test_a_leaked_block_is_logged_when_the_engine_falls_idle(make_engine, caplog):
+    """Blocks that are lost one by one must be known before the pool is empty; the requests are served all the same."""
+    engine = make_engine()
+    engine.add("r", range(5), max_tokens=2)
+    engine.run()
+    assert not caplog.records
+    engine.core.scheduler.kv.pool.allocate()
+    engine.add("next", range(20, 25), max_tokens=2)
+    while engine.core.has_work:
+        engine.events += engine.core.step()
+    assert engine.tokens("next") == engine.expected("next", 2)
+    assert "blocks in use, though no sequence lives: 1" in caplog.text
+
+
+def test_falling_idle_takes_no_time_with_the_size_of_the_pool(make_engine, monkeypatch):
+    """The last token of a lone request waits for it, on every request: half a second with a large GPU's blocks."""
+    engine = make_engine()
+    pool, cache = engine.core.scheduler.kv.pool, engine.core.scheduler.kv.cache
+    walks: list[str] = []
+    monkeypatch.setattr(pool, "check", lambda tables: walks.append("pool"))
+    monkeypatch.setattr(cache, "check", lambda: walks.append("cache"))
+    for request_id in "ab":
+        engine.add(request_id, range(9), max_tokens=2)
+        while engine.core.has_work:
+            engine.events += engine.core.step()
+        assert engine.tokens(request_id) == engine.expected(request_id, 2)
+    assert walks == []
+    engine.core.scheduler.check()
+    assert walks == ["pool", "cache"], "the full check still walks both"

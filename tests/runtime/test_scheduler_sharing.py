@@ -1,5 +1,7 @@
 """Blocks that several sequences share: prefix hits, prefixes being computed, the n continuations of a request."""
 
+import tracemalloc
+
 import pytest
 
 from castline.runtime.events import FinishReason
@@ -151,3 +153,23 @@ def test_continuations_survive_preemption(make_engine):
     assert engine.core.stats().preemptions > 0
     for index in range(3):
         assert engine.tokens("r", index) == engine.expected("r", 20, index)
+
+
+def test_continuations_that_wait_share_the_prompt(make_engine):
+    """A body of megabytes may ask for 128 texts of each of its prompts: a copy for each filled the memory."""
+    engine = make_engine(max_model_len=4000, num_blocks=1100, max_num_batched_tokens=4000, max_num_seqs=3)
+    prompt = [number % 96 for number in range(3000)]
+    tracemalloc.start()
+    try:
+        engine.add("r", prompt, max_tokens=2, n=128)
+        added = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert added < 128 * 8 * len(prompt) / 5
+    for _ in range(3):
+        engine.step()
+    for index in range(3):
+        assert engine.tokens("r", index) == engine.expected("r", 2, index)
+    engine.core.abort("r")
+    engine.run()
+    engine.assert_forgotten()

@@ -30,6 +30,7 @@ class Text:
     def sequence(self, number: int, tokens: list[int], stop: frozenset[int] = frozenset(), max_len: int = 100):
         request = Request(f"r{number}", tuple(tokens), SamplingParams())
         seq = new_group(request, stop, max_len, number).members[0]
+        seq.own_tokens()
         seq.num_computed = len(tokens) - 1
         self.kv.reserve(seq, 1)
         for _ in range(-(-len(tokens) // self.limits.block_size) - len(seq.block_ids)):

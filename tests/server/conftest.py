@@ -50,6 +50,9 @@ class ByteTokenizer:
             ids.insert(0, BOS)
         return ids + list(text.encode())
 
+    def has_more(self, text: str, num_tokens: int) -> bool:
+        return len(text.encode()) > num_tokens * len("<s>")
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if skip_special_tokens:
             return bytes(i for i in token_ids if i < 256).decode(errors="replace")

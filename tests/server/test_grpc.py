@@ -214,6 +214,17 @@ def test_tokenize(app: Any) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_a_text_too_long_for_any_prompt_is_not_tokenized(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a call that takes gigabytes and half a minute of a core; one that might fit is answered in full."""
+    longest = app.engine.limits.max_model_len * 3
+    assert app.inference.Tokenize(pb.TokenizeRequest(text="a" * longest)).count == longest + 1
+    monkeypatch.setattr(type(app.engine.tokenizer), "encode", lambda *_, **__: pytest.fail("encoded"))
+    with pytest.raises(grpc.RpcError) as refused:
+        app.inference.Tokenize(pb.TokenizeRequest(text="a" * (longest + 1)))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(refused.value.trailing_metadata())["castline-error-code"] == "context_length_exceeded"
+
+
 def test_model_info(app: Any) -> None:
     """Prevents facts that are not those of the engine that runs."""
     info = app.inference.ModelInfo(pb.ModelInfoRequest())

@@ -202,6 +202,73 @@ def test_one_request_over_the_waiting_limit_is_refused(scripted: Scripted) -> No
     run(scenario)
 
 
+def test_continuations_take_the_places(scripted: Scripted) -> None:
+    """A request of a few hundred bytes may ask for 128 texts: counted as one, a hundred such fill the memory."""
+    made = scripted(max_num_seqs=2, max_waiting=4)
+
+    async def scenario() -> None:
+        engine = await made.start()
+        made.executor.gate = Semaphore(0)
+        [stop] = made.text("abcd", 1)
+        five = asyncio.create_task(collect(engine, "abcd", replace(GREEDY, n=5)))
+        await until(lambda: engine._live.num_continuations == 5)
+        with pytest.raises(
+            RequestError, match=r"2 .* may run and 4 wait.*1 of these .* free for 2.*--max-waiting"
+        ) as caught:
+            await collect(engine, "x", replace(GREEDY, n=2))
+        assert caught.value.code is ErrorCode.OVERLOADED
+        one = asyncio.create_task(collect(engine, "abcd", replace(GREEDY, stop=(stop,))))
+        await until(lambda: engine._live.num_continuations == 6)
+        with pytest.raises(RequestError, match="0 of these"):
+            await collect(engine, "x")
+        made.open_gate()
+        assert text_of(await one) == ""
+        outputs = await five
+        assert {text_of(outputs, index) for index in range(5)} == {made.text("abcd", 8)}
+        await settled(made, engine)
+        assert engine._live.num_continuations == 0
+        assert len([o for o in await collect(engine, "x", replace(GREEDY, n=6)) if o.finish_reason]) == 6
+
+    run(scenario)
+
+
+def test_a_continuation_that_ends_frees_its_place(scripted: Scripted) -> None:
+    """One text of many may go on for minutes: the others' places are for those who wait."""
+    made = scripted(max_num_seqs=1, max_waiting=2)
+
+    async def scenario() -> None:
+        engine = await made.start()
+        outputs = stream(engine, "abcd", replace(GREEDY, n=3))
+        while (await anext(outputs)).finish_reason is None:
+            pass
+        made.executor.gate = Semaphore(0)
+        taken = engine._live.num_continuations
+        assert taken < 3
+        others = [asyncio.create_task(collect(engine, f"{i}")) for i in range(3 - taken)]
+        await until(lambda: engine._live.num_continuations == 3)
+        made.open_gate()
+        await asyncio.gather(*others)
+        await cast(Any, outputs).aclose()
+        await settled(made, engine)
+        assert engine._live.num_continuations == 0
+
+    run(scenario)
+
+
+def test_more_continuations_than_there_are_places_are_too_many_for_ever(scripted: Scripted) -> None:
+    """Told to try again later, a client would, for ever."""
+    made = scripted(max_num_seqs=2, max_waiting=1)
+
+    async def scenario() -> None:
+        engine = await made.start()
+        with pytest.raises(RequestError, match=r"n is 4, .*at most 3.*--max-waiting") as caught:
+            await collect(engine, "a", replace(GREEDY, n=4))
+        assert (caught.value.code, caught.value.field) == (ErrorCode.REQUEST_TOO_LARGE, "n")
+        assert len([o for o in await collect(engine, "a", replace(GREEDY, n=3)) if o.finish_reason]) == 3
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "options", "field"),
     [
@@ -212,6 +279,9 @@ def test_one_request_over_the_waiting_limit_is_refused(scripted: Scripted) -> No
         ("a" * 5000, GREEDY, {}, "prompt"),
         ("a", replace(GREEDY, top_p=2.0), {}, "top_p"),
         ("a", replace(GREEDY, logit_bias={VOCAB_SIZE: 1.0}), {}, "logit_bias[260]"),
+        ("a", replace(GREEDY, stop=("ok", "\ud800")), {}, "stop[1]"),
+        ("a", GREEDY, {"cache_salt": "a\udfff"}, "cache_salt"),
+        ("a", GREEDY, {"cache_salt": 5}, "cache_salt"),
         ([*[0] * 256, VOCAB_SIZE], GREEDY, {}, "prompt"),  # counted before its millions of ids are looked at
     ],
 )
@@ -228,6 +298,32 @@ def test_a_bad_request_is_refused_before_it_is_queued(
         assert caught.value.field == field
         assert text_of(await collect(engine, "good")) == made.text("good", 8)
         assert made.core.stats().prompt_tokens == 4
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["with others, to an idle engine", "alone, to one that works"])
+def test_a_request_that_cannot_be_sent_ends_alone(scripted: Scripted, held: bool) -> None:
+    """An id of the caller's own that is no text: the request stayed live for ever, and so did those sent with it."""
+    made = scripted()
+
+    async def scenario() -> None:
+        engine = await made.start()
+        if held:
+            good = [asyncio.create_task(collect(engine, prompt)) for prompt in ("one", "two")]
+        else:
+            made.executor.gate = Semaphore(0)
+            good = [asyncio.create_task(collect(engine, "one"))]
+            await until(lambda: made.core.has_work)
+        bad = asyncio.create_task(collect(engine, "bad", request_id="\ud800"))
+        good.append(asyncio.create_task(collect(engine, "two")))
+        with pytest.raises(EngineError, match="surrogates not allowed"):
+            await bad
+        made.open_gate()
+        for task, prompt in zip(good, ("one", "two", "two"), strict=False):
+            assert text_of(await task) == made.text(prompt, 8)
+        await settled(made, engine)
+        assert engine._live.num_continuations == 0
 
     run(scenario)
 

@@ -20,6 +20,7 @@ from castline.engines.errors import EngineError
 from castline.engines.manifest import BundleFile, read_manifest, write_manifest
 from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.client import Phase
+from castline.runtime.engine_link import EngineLink, EngineProcess
 from castline.runtime.loader import LoadOptions, plan_engine
 from castline.runtime.sampling_params import SamplingParams
 
@@ -183,5 +184,67 @@ def test_a_model_of_another_vocabulary_is_refused(tiny_repository: Path, tmp_pat
     async def scenario() -> None:
         with pytest.raises(EngineError, match=r"gives 260 logits a row, and engine.json says vocab_size 300"):
             await AsyncEngine.start(plan_engine(bundle, LoadOptions(kv_blocks=16)))
+
+    run(scenario)
+
+
+def open_files() -> int:
+    return psutil.Process().num_fds()
+
+
+def test_a_process_that_cannot_be_started_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedder that tries again, where the system has no room for a process, would run out of descriptors too."""
+    monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
+    before = open_files()
+    with pytest.raises(FileNotFoundError) as caught:
+        EngineProcess.spawn()
+    assert open_files() == before, f"{caught.value} still refers to what it met"
+
+
+def test_a_process_that_ends_at_once_is_told_of_and_cleared_away(
+    tiny_repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that dies before it has read what to load: its status must reach the user, and no zombie may stay."""
+    started: list[int] = []
+
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            started.append(self.pid)
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    plan = plan_engine(tiny_repository)
+    before = open_files()
+    with pytest.raises(EngineError, match="the engine process ended with status 1") as caught:
+        EngineProcess.load(plan)
+    assert not psutil.pid_exists(started[0])
+    assert open_files() == before, f"{caught.value} still refers to what it met"
+
+
+@pytest.mark.parametrize("where", ["the link", "the tokenizer"])
+def test_a_start_that_fails_half_way_leaves_nothing(
+    tiny_repository: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The engine process loads meanwhile: its memory would stay as long as the embedder's process."""
+
+    async def no_link(*_: object) -> Any:
+        raise OSError("no room for another socket")
+
+    def no_tokenizer(bundle: Path) -> Any:
+        raise OSError("no room for a tokenizer")
+
+    if where == "the link":
+        monkeypatch.setattr(EngineLink, "connect", no_link)
+    else:
+        monkeypatch.setattr("castline.runtime.async_engine.load_tokenizer", no_tokenizer)
+
+    async def scenario() -> None:
+        process, connection = EngineProcess.load(plan_engine(tiny_repository))
+        with pytest.raises(OSError, match="no room"):
+            await AsyncEngine.start(plan_engine(tiny_repository), loading=(process, connection))
+        assert connection.fileno() == -1
+        assert not psutil.pid_exists(process.pid)
 
     run(scenario)

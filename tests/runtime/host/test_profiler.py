@@ -1,7 +1,10 @@
 """Profiles of a real engine: the tiny bundle, in this process and behind a server's link."""
 
 import asyncio
+import errno
 import json
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +15,7 @@ from click.testing import CliRunner
 
 from castline.commands import profile
 from castline.engines.errors import EngineError
+from castline.plugins.cpu.operator_profile import read_profile
 from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.core import EngineCore
 from castline.runtime.loader import LoadOptions, plan_engine
@@ -146,6 +150,87 @@ def test_profiles_of_a_server(
     output = capfd.readouterr().out
     assert output.count("phases of the engine loop") >= 3
     assert all(str(tmp_path / name) in output for name in names)
+
+
+async def greedy(engine: AsyncEngine, prompt: str) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    return [t async for o in engine.generate(prompt, params, request_id="r") for t in o.token_ids]
+
+
+def test_a_profile_that_cannot_be_written_ends_no_server(
+    tiny_repository: Path,
+    tmp_path: Path,
+    reference: Callable[[Sequence[int], int], list[int]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A directory that is removed while it serves: the profile is lost, at its last step and at the next command; no
+    request is, and once the directory is there again so is the next profile.
+    """
+    directory = tmp_path / "profiles"
+    directory.mkdir()
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(plan_engine(tiny_repository), profile=ProfileOptions(str(directory), 5))
+        shutil.rmtree(directory)
+        assert await greedy(engine, "one") == reference(b"one", 8)
+        engine.start_profile()
+        assert await greedy(engine, "two") == reference(b"two", 8)
+        directory.mkdir()
+        engine.start_profile()
+        assert await greedy(engine, "three") == reference(b"three", 8)
+        await engine.drain(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    log = capfd.readouterr().err
+    assert log.count("a profile of 5 steps is lost") == 2
+    assert f"see that {directory} is there" in log
+    assert sum(e["name"] == "step" for e in check_trace(directory / "castline-1.trace.json")) == 5
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_half_a_profile_is_no_profile(
+    tiny_repository: Path, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk leaves ONNX Runtime's file cut off: a server is told, and `castline profile` fails with the cure."""
+
+    def read_cut_off(path: Path, start_ns: int, vocab_size: int) -> Any:
+        os.truncate(path, size)
+        return read_profile(path, start_ns, vocab_size)
+
+    monkeypatch.setattr("castline.plugins.cpu.session.read_profile", read_cut_off)
+    lost: list[EngineError] = []
+    plan = plan_engine(tiny_repository, LoadOptions(kv_blocks=64))
+    for on_lost in (lost.append, None):
+        profiler = Profiler(ProfileOptions(str(tmp_path), 3), on_lost)
+        core, executor = load_core(plan.bundle, plan.limits, plan.num_threads, profiler)
+        profiler.attach(executor, plan.limits)
+        profiler.start()
+        try:
+            if on_lost is None:
+                with pytest.raises(EngineError, match=r"a profile of 3 steps is lost .*has room"):
+                    run_requests(core, profiler, 3)
+            else:
+                assert len(run_requests(core, profiler, 3)) == 24
+        finally:
+            executor.close()
+    assert len(lost) == 1
+    assert not list(tmp_path.iterdir()), "nothing of it stays"
+
+
+def test_a_trace_that_a_full_disk_cuts_off_does_not_stay(
+    tiny_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A viewer would refuse it, and its name says that there is one."""
+
+    def cut_off(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", cut_off)
+    with pytest.raises(EngineError, match="No space left on device"):
+        profiled(tiny_repository, tmp_path, 3)
+    assert not list(tmp_path.iterdir())
 
 
 def invoke(repository: Path, *arguments: str) -> str:
