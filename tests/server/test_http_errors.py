@@ -143,6 +143,15 @@ def test_overload_says_when_to_come_back(start: Any, make_engine: Any) -> None:
         assert int(reply.headers["retry-after"]) > 0
 
 
+def test_more_texts_than_places_are_refused_for_good(app: Any) -> None:
+    """Prevents "try again later" for what never can be taken, and a list that is half begun."""
+    body = {"model": "tiny", "prompt": ["a", "b"], "n": 128, "max_tokens": 1}
+    reply = app.http.post("/v1/completions", json=body)
+    assert (reply.status_code, error_of(reply)["param"]) == (413, "n")
+    assert "at most 68" in error_of(reply)["message"]
+    assert not app.engine.live
+
+
 def test_a_deadline_is_a_504() -> None:
     """Prevents a time-out that is reported as the client's mistake."""
     assert to_wire(RequestError("late", code=ErrorCode.DEADLINE_EXCEEDED)).row.http_status == 504
