@@ -58,8 +58,8 @@ def run(engine: EngineClient, job: Job, express: Express | None = None) -> Async
 
     Those of a single prompt may go to *express*; see EngineClient.generate.
 
-    Raises what the engine raises for any of them, and then aborts the others; closing it aborts all. Raises RequestError
-    at once for more continuations than can ever run and wait.
+    Raises what the engine raises for any of them, and then aborts the others; closing it aborts all. For more
+    continuations than can ever run and wait, raises RequestError at once.
     """
     if len(job.prompts) == 1:
         return _generate(engine, job, 0, express)
