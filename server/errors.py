@@ -61,6 +61,26 @@ MAX_MESSAGE_CHARS, MAX_FIELD_CHARS = 400, 100
 """On the wire. Escaped, a character may take 12 bytes, and gRPC clients may drop metadata of more than 8 KiB."""
 
 
+def too_many_messages(max_tokens: int) -> RequestError:
+    """Of a conversation with more than one message for each of the model's tokens."""
+    return RequestError(
+        f"there are more than {max_tokens} messages, each of at least a token, and this engine holds {max_tokens} "
+        "tokens of prompt and text together: send fewer messages",
+        field="messages",
+        code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    )
+
+
+def too_many_ids(count: int, max_tokens: int, field: str) -> RequestError:
+    """Of a prompt of *count* token ids, before anything is done for each of them."""
+    return RequestError(
+        f"{field} has {count} tokens, and this engine holds {max_tokens} tokens of prompt and text together: "
+        "shorten it",
+        field=field,
+        code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    )
+
+
 class ServerError(Exception):
     """An error that a transport finds itself: an unknown path, a wrong content type, an engine not loaded yet."""
 

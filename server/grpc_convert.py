@@ -9,11 +9,14 @@ from castline.runtime.client import Output, PromptInfo
 from castline.runtime.events import FinishReason, TokenLogprobs
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.tokenizer import Tokenizer
+from castline.server.errors import too_many_ids, too_many_messages
 from castline.server.proto import castline_pb2 as pb
 from castline.server.serving import MAX_MESSAGE_BYTES, ServedModel
 
 _PLAIN: dict[str, Callable[[Any], Any]] = {"logit_bias": dict, "stop": tuple, "stop_token_ids": tuple}
 """What the library's own containers become."""
+MANY_MESSAGES = 1000
+"""A conversation of more is rendered in a thread: it takes tens of milliseconds."""
 _FINISH = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
@@ -26,8 +29,16 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def prompt_of(request: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[str | list[int], bool]:
-    """The prompt, and whether the tokenizer adds its special tokens. Raises RequestError naming the field."""
+def has_many_messages(request: pb.GenerateRequest | pb.TokenizeRequest) -> bool:
+    """Whether making its prompt takes so long that streams should not stand still for it."""
+    return len(request.messages.messages) > MANY_MESSAGES
+
+
+def prompt_of(request: pb.GenerateRequest, tokenizer: Tokenizer, max_tokens: int) -> tuple[str | list[int], bool]:
+    """The prompt, and whether the tokenizer adds its special tokens. On any thread.
+
+    Raises RequestError naming the field, and for what must be more than *max_tokens* before it looks at it.
+    """
     kind = request.WhichOneof("input")
     if kind is None:
         raise RequestError("one of prompt, token_ids and messages must be set", field="input")
@@ -36,17 +47,19 @@ def prompt_of(request: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[str | 
             raise RequestError("add_special_tokens has no effect on token_ids", field="add_special_tokens")
         if not request.token_ids.ids:
             raise RequestError("token_ids is empty", field="token_ids")
+        if len(request.token_ids.ids) > max_tokens:
+            raise too_many_ids(len(request.token_ids.ids), max_tokens, "token_ids")
         return list(request.token_ids.ids), False
-    text = request.prompt if kind == "prompt" else render(request.messages, tokenizer)
+    text = request.prompt if kind == "prompt" else render(request.messages, tokenizer, max_tokens)
     return text, _adds_special_tokens(request, is_text=kind == "prompt")
 
 
-def text_of(request: pb.TokenizeRequest, tokenizer: Tokenizer) -> tuple[str, bool]:
+def text_of(request: pb.TokenizeRequest, tokenizer: Tokenizer, max_tokens: int) -> tuple[str, bool]:
     """As prompt_of. Raises RequestError naming the field."""
     kind = request.WhichOneof("input")
     if kind is None:
         raise RequestError("one of text and messages must be set", field="input")
-    text = request.text if kind == "text" else render(request.messages, tokenizer)
+    text = request.text if kind == "text" else render(request.messages, tokenizer, max_tokens)
     return text, _adds_special_tokens(request, is_text=kind == "text")
 
 
@@ -55,10 +68,12 @@ def _adds_special_tokens(request: pb.GenerateRequest | pb.TokenizeRequest, *, is
     return bool(request.add_special_tokens) if request.HasField("add_special_tokens") else is_text
 
 
-def render(chat: pb.ChatMessages, tokenizer: Tokenizer) -> str:
+def render(chat: pb.ChatMessages, tokenizer: Tokenizer, max_tokens: int) -> str:
     """The prompt of a conversation. Raises RequestError where the template, or the lack of one, refuses."""
     if not chat.messages:
         raise RequestError("messages is empty; send at least one message", field="messages")
+    if len(chat.messages) > max_tokens:
+        raise too_many_messages(max_tokens)
     messages: list[Mapping[str, str]] = []
     for i, message in enumerate(chat.messages):
         rendered = {"role": template_role(message.role, f"messages[{i}].role"), "content": message.content}

@@ -13,7 +13,14 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from castline.runtime.client import Output
 from castline.runtime.encoding import encode_text
 from castline.server.errors import to_wire
-from castline.server.grpc_convert import ResponseWriter, model_info, prompt_of, sampling_params, text_of
+from castline.server.grpc_convert import (
+    ResponseWriter,
+    has_many_messages,
+    model_info,
+    prompt_of,
+    sampling_params,
+    text_of,
+)
 from castline.server.grpc_stream import MessageStream
 from castline.server.proto import castline_pb2 as pb
 from castline.server.proto import castline_pb2_grpc
@@ -63,7 +70,11 @@ class InferenceServicer(castline_pb2_grpc.InferenceServicer):
         with model.metrics.counting_refusals:
             model.check_name(request.model or None)
             params = sampling_params(request.params)
-            prompt, add_special_tokens = prompt_of(request, engine.tokenizer)
+            limit = engine.limits.max_model_len
+            if has_many_messages(request):
+                prompt, add_special_tokens = await asyncio.to_thread(prompt_of, request, engine.tokenizer, limit)
+            else:
+                prompt, add_special_tokens = prompt_of(request, engine.tokenizer, limit)
         request_id = new_id("gen")
         writer = ResponseWriter(request_id, params.n, engine.tokenizer)
         stream = MessageStream(context)
@@ -95,10 +106,12 @@ class InferenceServicer(castline_pb2_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: ServicerContext) -> pb.TokenizeResponse:
         async def tokenize() -> pb.TokenizeResponse:
             engine = self._serving.model.engine
-            text, add_special_tokens = text_of(request, engine.tokenizer)
-            ids = await encode_text(
-                engine.tokenizer, text, add_special_tokens=add_special_tokens, max_tokens=engine.limits.max_model_len
-            )
+            tokenizer, limit = engine.tokenizer, engine.limits.max_model_len
+            if has_many_messages(request):
+                text, add_special_tokens = await asyncio.to_thread(text_of, request, tokenizer, limit)
+            else:
+                text, add_special_tokens = text_of(request, tokenizer, limit)
+            ids = await encode_text(tokenizer, text, add_special_tokens=add_special_tokens, max_tokens=limit)
             return pb.TokenizeResponse(token_ids=ids, count=len(ids))
 
         return await _or_abort(tokenize, context)

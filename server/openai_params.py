@@ -8,6 +8,7 @@ from msgspec import UNSET
 from castline.engines.errors import ErrorCode, RequestError
 from castline.runtime.chat_template import template_role
 from castline.runtime.sampling_params import SamplingParams
+from castline.server.errors import too_many_ids
 from castline.server.openai_requests import ChatMessage, ChatRequest, CompletionRequest, ContentPart
 
 MAX_TOP_LOGPROBS = 20
@@ -133,12 +134,7 @@ def _token_ids(ids: Any, field: str, max_tokens: int) -> list[int]:
     if not ids:
         raise RequestError(f"{field} is an empty list of token ids", field=field)
     if len(ids) > max_tokens:
-        raise RequestError(
-            f"{field} has {len(ids)} tokens, and this engine holds {max_tokens} tokens of prompt and text together:"
-            " shorten it",
-            field=field,
-            code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-        )
+        raise too_many_ids(len(ids), max_tokens, field)
     if set(map(type, ids)) != {int}:
         i, token_id = next((i, token_id) for i, token_id in enumerate(ids) if type(token_id) is not int)
         raise RequestError(f"{field}[{i}]: {token_id!r} is not a token id", field=f"{field}[{i}]")

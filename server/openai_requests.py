@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from castline.engines.errors import ErrorCode, RequestError
+from castline.server.errors import too_many_messages
 
 _NO_TOOLS = "tool calling is not supported"
 _TEXT_ONLY = "this server produces text only"
@@ -102,12 +103,7 @@ class _Room(threading.local):
 
     def take(self) -> None:
         if self.left == 0:
-            raise RequestError(
-                f"there are more than {self.size} messages, each of at least a token, and this engine holds {self.size}"
-                " tokens of prompt and text together: send fewer messages",
-                field="messages",
-                code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            )
+            raise too_many_messages(self.size)
         self.left -= 1
 
 

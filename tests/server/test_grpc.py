@@ -1,6 +1,8 @@
 """castline.v1.Inference through grpcio: generation, tokenizing, facts, errors, deadlines, health, reflection."""
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -266,3 +268,38 @@ def test_reflection(app: Any) -> None:
     assert {SERVICE, "grpc.health.v1.Health"} <= set(database.get_services())
     file = database.FindFileContainingSymbol(SERVICE)
     assert [method.name for method in file.service[0].method] == ["Generate", "Tokenize", "ModelInfo"]
+
+
+def test_what_cannot_fit_is_refused_before_it_is_looked_at(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents a message of megabytes from holding up every stream for seconds before it is refused."""
+    monkeypatch.setattr(app.engine.tokenizer, "render_chat", lambda messages: pytest.fail("rendered"))
+    limit = app.engine.limits.max_model_len
+    for name, value in (("token_ids", pb.TokenIds(ids=[1] * (limit + 1))), ("messages", chat(*[""] * (limit + 1)))):
+        status, field, details = refusal(app, **{name: value})
+        assert (status, field) == (grpc.StatusCode.INVALID_ARGUMENT, name)
+        assert str(limit) in details
+    assert not app.engine.requests
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+def test_a_large_conversation_is_rendered_beside_the_streams(
+    app: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Prevents one call from holding up every stream, and the probes of its health."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def render(messages: Any) -> str:
+        began.set()
+        assert go_on.wait(10), "nothing was answered meanwhile"
+        return "ab"
+
+    monkeypatch.setattr(app.engine.tokenizer, "render_chat", render)
+    with ThreadPoolExecutor(1) as pool:
+        if method == "Generate":
+            called = pool.submit(generate, app, messages=chat(*["hi"] * 3000))
+        else:
+            called = pool.submit(app.inference.Tokenize, pb.TokenizeRequest(messages=chat(*["hi"] * 3000)))
+        assert began.wait(60)
+        assert app.http.get("/health/live").status_code == 200
+        go_on.set()
+        assert called.result()
