@@ -257,7 +257,7 @@ class EngineCore:
         first: dict[str, Any] = {}
         if not seq.started:
             seq.started = True
-            complete = group.prompt_logprobs is not None and not group.wants_prompt_logprobs
+            complete = seq.index == 0 and group.prompt_logprobs is not None and not group.wants_prompt_logprobs
             first["cached_tokens"] = group.cached_tokens or 0
             if group.first_scheduled is not None:
                 first["queue_s"] = max(0.0, group.first_scheduled - group.request.arrival_time)

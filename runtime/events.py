@@ -49,6 +49,6 @@ class SequenceEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int | None = None
     """Prompt tokens read from the prefix cache; set on the first event."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """One for each prompt token (None for the first); set on the first event where asked for."""
+    """One for each prompt token (None for the first); set on index 0's first event where asked for."""
     queue_s: float | None = None
     """Seconds from the request's arrival to its first step; set on the first event."""
