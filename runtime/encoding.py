@@ -5,76 +5,21 @@ that the others do not wait for. They are few: more would take the cores from th
 """
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
-from queue import SimpleQueue
-from threading import Lock, Thread
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 from castline.engines.errors import ErrorCode, RequestError
 from castline.engines.host import usable_cores
-from castline.runtime.serving_time import standing_apart
+from castline.runtime.side_threads import SideThreads
 from castline.runtime.tokenizer import Tokenizer
 
 LONG_CHARS: Final = 4096
 LONGEST_CHARS: Final = 65536
 
 TokenIds = list[int]
-_Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[TokenIds]", Callable[[], TokenIds]]
 
-
-class EncodingThreads:
-    """Jobs in order of arrival, on *num_threads* threads, which the first job starts. Thread-safe.
-
-    The threads are daemons: a process that is to end does not wait for a text that nobody wants any more.
-    """
-
-    def __init__(self, name: str, num_threads: int) -> None:
-        self._name = name
-        self._num_threads = num_threads
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
-        self._started = False
-        self._starting = Lock()
-
-    def begin(self, job: Callable[[], TokenIds]) -> "asyncio.Future[TokenIds]":
-        """A future of the running loop, for what *job* returns or raises; done before its turn, the job is not run."""
-        with self._starting:
-            if not self._started:
-                self._started = True
-                for _ in range(self._num_threads):
-                    Thread(target=self._work, name=self._name, daemon=True).start()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[TokenIds] = loop.create_future()
-        self._jobs.put((loop, future, job))
-        return future
-
-    def _work(self) -> None:
-        with standing_apart():
-            while True:
-                self._do(*self._jobs.get())
-
-    def _do(
-        self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[TokenIds]", job: Callable[[], TokenIds]
-    ) -> None:
-        if future.done():  # nobody waits any more
-            return
-        settle: Callable[[Any], None]
-        try:
-            outcome: Any = job()
-            settle = future.set_result
-        except Exception as error:
-            outcome, settle = error, future.set_exception
-        with suppress(RuntimeError):  # the loop has closed meanwhile
-            loop.call_soon_threadsafe(_settle, future, settle, outcome)
-
-
-def _settle(future: "asyncio.Future[TokenIds]", settle: Callable[[Any], None], outcome: Any) -> None:
-    if not future.done():
-        settle(outcome)
-
-
-_long = EncodingThreads("encode", 2)
-_longest = EncodingThreads("encode-longest", 1 if usable_cores() < 4 else 2)
+_long = SideThreads("encode", 2)
+_longest = SideThreads("encode-longest", 1 if usable_cores() < 4 else 2)
 
 
 async def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, max_tokens: int) -> TokenIds:
@@ -96,4 +41,4 @@ def begin_encoding(
             code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
         )
     threads = _long if len(text) <= LONGEST_CHARS else _longest
-    return threads.begin(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    return threads.begin(partial(tokenizer.encode, text, add_special_tokens=add_special_tokens), len(text))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
@@ -22,6 +23,7 @@ from castline.server.grpc_convert import (
     text_of,
 )
 from castline.server.grpc_stream import MessageStream
+from castline.server.large_requests import large_requests
 from castline.server.proto import castline_pb2 as pb
 from castline.server.proto import castline_pb2_grpc
 from castline.server.request_ids import new_id
@@ -72,7 +74,8 @@ class InferenceServicer(castline_pb2_grpc.InferenceServicer):
             params = sampling_params(request.params)
             limit = engine.limits.max_model_len
             if has_many_messages(request):
-                prompt, add_special_tokens = await asyncio.to_thread(prompt_of, request, engine.tokenizer, limit)
+                make = partial(prompt_of, request, engine.tokenizer, limit)
+                prompt, add_special_tokens = await large_requests.begin(make, request.ByteSize())
             else:
                 prompt, add_special_tokens = prompt_of(request, engine.tokenizer, limit)
         request_id = new_id("gen")
@@ -108,7 +111,8 @@ class InferenceServicer(castline_pb2_grpc.InferenceServicer):
             engine = self._serving.model.engine
             tokenizer, limit = engine.tokenizer, engine.limits.max_model_len
             if has_many_messages(request):
-                text, add_special_tokens = await asyncio.to_thread(text_of, request, tokenizer, limit)
+                make = partial(text_of, request, tokenizer, limit)
+                text, add_special_tokens = await large_requests.begin(make, request.ByteSize())
             else:
                 text, add_special_tokens = text_of(request, tokenizer, limit)
             ids = await encode_text(tokenizer, text, add_special_tokens=add_special_tokens, max_tokens=limit)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from castline.server.errors import to_wire
 from castline.server.http_exchange import ClientGone, Exchange, exchange_of
 from castline.server.http_wire import fault_body, read_json_body, send_fault, send_json
 from castline.server.job import AnswerWriter, Job, StreamWriter, run
+from castline.server.large_requests import large_requests
 from castline.server.openai_responses import DONE
 from castline.server.serving import MAX_MESSAGE_BYTES, ServedModel, Serving
 
@@ -39,7 +41,7 @@ class GenerateEndpoint:
                 if len(body) <= LARGE_BODY_BYTES:
                     job = self._to_job(model, body)
                 else:
-                    job = await asyncio.to_thread(self._large_job, model, body)
+                    job = await large_requests.begin(partial(self._large_job, model, body), len(body))
             if isinstance(job.writer, StreamWriter):
                 answer = _stream(model.engine, job, job.writer, exchange)
             else:
@@ -72,13 +74,13 @@ async def _answer(engine: EngineClient, job: Job, writer: AnswerWriter, send: Se
                 await _beside_others(writer.add, output)
             else:
                 writer.add(output)
-    await send_json(send, await asyncio.to_thread(writer.body) if writer.takes_long else writer.body())
+    await send_json(send, await large_requests.begin(writer.body, 0) if writer.takes_long else writer.body())
 
 
 async def _beside_others(take: Callable[[Output], T], output: Output) -> T:
     """What a writer that takes long makes of *output*."""
     if output.prompt is not None:
-        return await asyncio.to_thread(take, output)
+        return await large_requests.begin(partial(take, output), len(output.prompt.prompt_token_ids))
     await asyncio.sleep(0)
     return take(output)
 

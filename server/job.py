@@ -10,7 +10,6 @@ from typing import cast
 from msgspec import structs
 
 from castline.engines.errors import RequestError
-from castline.runtime.admission import validate_places
 from castline.runtime.client import EngineClient, Express, Output
 from castline.runtime.sampling_params import SamplingParams
 
@@ -58,12 +57,10 @@ def run(engine: EngineClient, job: Job, express: Express | None = None) -> Async
 
     Those of a single prompt may go to *express*; see EngineClient.generate.
 
-    Raises what the engine raises for any of them, and then aborts the others; closing it aborts all. For more
-    continuations than can ever run and wait, raises RequestError at once.
+    Raises what the engine raises for any of them, and then aborts the others; closing it aborts all.
     """
     if len(job.prompts) == 1:
         return _generate(engine, job, 0, express)
-    validate_places(len(job.prompts), job.params.n, engine.limits)
     return _merged(engine, job)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
+from castline.runtime.admission import validate_places
 from castline.runtime.client import Output, PromptInfo
 from castline.runtime.sampling_params import SamplingParams
 from castline.server.job import AnswerWriter, Job, StreamWriter
@@ -33,7 +34,8 @@ def completion_job(model: ServedModel, body: bytes) -> Job:
     model.check_name(request.model)
     params = completion_params(request)
     limits = model.engine.limits
-    prompts = prompts_of(request.prompt, max_prompts=limits.max_waiting, max_tokens=limits.max_model_len)
+    prompts = prompts_of(request.prompt, max_prompts=limits.num_places, max_tokens=limits.max_model_len)
+    validate_places(len(prompts), params.n, limits)
     request_id = new_id("cmpl")
     head = AnswerHead(request_id, "text_completion", int(time.time()), model.name, model.fingerprint)
     include_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
@@ -94,6 +96,8 @@ class _Choices:
         """Tens of microseconds for each token of a prompt, and a body of megabytes."""
         self._choices: dict[int, _Choice] = {}
         self._echoes: dict[int, _Echo] = {}
+        self._num_echoed = 0
+        """Log-probabilities of prompts, over all choices."""
         self._infos: dict[int, PromptInfo] = {}
         self._early: dict[int, list[Output]] = {}
 
@@ -134,7 +138,9 @@ class _Choices:
             text = prompt if isinstance(prompt, str) else self._model.engine.tokenizer.decode(prompt)
             writer, logprobs = CompletionLogprobWriter(self._model.token_texts), None
             if self._logprobs is not None:
-                check_echo(len(info.prompt_token_ids), self._n, self._logprobs)
+                self._num_echoed += len(info.prompt_token_ids) * self._n * (self._logprobs + 1)
+                if len(self._prompts) * self._n > 1:  # a single one has no other way
+                    check_echo(self._num_echoed)
                 entries = info.prompt_logprobs or (None,) * len(info.prompt_token_ids)
                 logprobs = writer.prompt(info.prompt_token_ids, entries, text)
             echo = self._echoes[prompt_index] = _Echo(text, logprobs, writer)

@@ -42,8 +42,7 @@ class TokenTexts:
             shown = raw.decode()
         except UnicodeDecodeError:
             shown = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-        is_special = self._tokenizer.decode([token_id], skip_special_tokens=True) == ""
-        return shown, b"" if is_special else raw
+        return shown, b"" if self._tokenizer.is_special(token_id) else raw
 
 
 class _LeadingSpaces:

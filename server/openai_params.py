@@ -15,7 +15,7 @@ MAX_TOP_LOGPROBS = 20
 """Most alternatives a request may ask for at each token."""
 
 MAX_ECHOED_LOGPROBS = 2_000_000
-"""Most log-probabilities of a prompt, over all continuations that repeat them: about 55 MB of JSON."""
+"""Most log-probabilities of prompts, over all continuations that repeat them: about 55 MB of JSON."""
 
 Prompt = str | list[int]
 
@@ -96,14 +96,13 @@ def _check_logprobs(value: int | None, field: str) -> None:
         raise RequestError(f"{field} is {value}, and must be between 0 and {MAX_TOP_LOGPROBS}", field=field)
 
 
-def check_echo(prompt_len: int, n: int, logprobs: int) -> None:
-    """Raises RequestError where n choices that each repeat a prompt's log-probabilities are too many. One never is."""
-    if n > 1 and prompt_len * n * (logprobs + 1) > MAX_ECHOED_LOGPROBS:
-        each = prompt_len * (logprobs + 1)
+def check_echo(num_logprobs: int) -> None:
+    """Raises RequestError where choices that each repeat a prompt's log-probabilities repeat too many."""
+    if num_logprobs > MAX_ECHOED_LOGPROBS:
         raise RequestError(
-            f"echo with logprobs repeats {each} log-probabilities of the prompt in each of {n} choices, and the limit "
-            f"is {MAX_ECHOED_LOGPROBS} in all; ask for fewer choices, or for one with echo and for the others without",
-            field="n",
+            f"echo with logprobs gives more than {MAX_ECHOED_LOGPROBS} log-probabilities of prompts over all choices: "
+            "ask for fewer prompts, choices or logprobs, or for one choice with echo and for the others without",
+            field="echo",
         )
 
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from castline.runtime.encoding import EncodingThreads
 from castline.runtime.huge_pages import Settling
 from castline.runtime.serving_time import serving_time
+from castline.runtime.side_threads import SideThreads
 from castline.runtime.stream_interval import INTERVALS, WINDOW_S, AdaptiveInterval
 
 pytestmark = pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="no clock of another thread")
@@ -28,7 +28,7 @@ class Burnt:
 
     def __init__(self) -> None:
         self._done, self._may_end = threading.Event(), threading.Event()
-        self._encoding = EncodingThreads("test", 1)
+        self._encoding = SideThreads("test", 1)
 
     def __enter__(self) -> None:
         self._client = threading.Thread(target=lambda: asyncio.run(self._encode()))
@@ -40,7 +40,7 @@ class Burnt:
         self._client.join()
 
     async def _encode(self) -> None:
-        await self._encoding.begin(self._work)
+        await self._encoding.begin(self._work, 0)
 
     def _work(self) -> list[int]:
         burn()

@@ -61,6 +61,9 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return {BOS: b"<s>", EOS: b"</s>", SPECIAL: b"<|x|>"}.get(token_id) or bytes([token_id])
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id >= BOS
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         if not self.has_chat_template:
             raise RequestError("the model has no chat template; use /v1/completions", field="messages")

@@ -178,7 +178,14 @@ def test_a_prompt_is_made_an_echo_once_and_beside_the_streams(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("limit", "fields", "status"),
-    [(12, {"n": 2}, 200), (11, {"n": 2}, 400), (1, {"n": 1}, 200), (1, {"n": 2, "logprobs": None}, 200)],
+    [
+        (12, {"n": 2}, 200),
+        (11, {"n": 2}, 400),
+        (8, {"prompt": ["a", "b"]}, 200),
+        (7, {"prompt": ["a", "b"]}, 400),
+        (1, {"n": 1}, 200),
+        (1, {"n": 2, "logprobs": None}, 200),
+    ],
 )
 def test_an_absurd_echo_is_refused(
     app: Any, monkeypatch: pytest.MonkeyPatch, limit: int, fields: dict[str, Any], status: int, stream: bool
@@ -186,9 +193,12 @@ def test_an_absurd_echo_is_refused(
     """Prevents a small request whose answer is gigabytes of the same log-probabilities."""
     monkeypatch.setattr(openai_params, "MAX_ECHOED_LOGPROBS", limit)
     reply = post(app, **{"echo": True, "logprobs": 1, "stream": stream, **fields})  # three tokens, of two each
+    if stream and "prompt" in fields:  # a stream has begun with the first prompt when the second is too much
+        assert ('"code":"invalid_request"' in reply.text) == (status == 400)
+        return
     assert reply.status_code == status
     if status == 400:
-        assert reply.json()["error"]["param"] == "n"
+        assert reply.json()["error"]["param"] == "echo"
     app.engine.wait_for_live(0)
 
 

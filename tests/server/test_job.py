@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from castline.engines.errors import RequestError
-from castline.runtime.client import EffectiveLimits, EngineClient, Output
+from castline.runtime.client import EngineClient, Output
 from castline.runtime.events import FinishReason
 from castline.runtime.sampling_params import SamplingParams
 from castline.server.job import AnswerWriter, Job, run
@@ -16,8 +16,6 @@ from castline.server.job import AnswerWriter, Job, run
 
 class Beginnings:
     """``turns`` counts the turns of another task; ``began`` is what it was when each prompt was handed over."""
-
-    limits = EffectiveLimits(4096, 4, 512, 16, 256, 16.0)
 
     def __init__(self) -> None:
         self.turns = 0
@@ -75,7 +73,6 @@ def test_a_slow_reader_of_several_prompts_holds_no_queue() -> None:
     """Prevents every token of thousands of streams from lying in memory while their client does not read."""
 
     class Endless:
-        limits = Beginnings.limits
         made = running = 0
 
         async def generate(self, prompt: str, params: SamplingParams, **options: Any) -> AsyncIterator[Output]:

@@ -94,6 +94,12 @@ def test_a_special_token_has_no_bytes(texts: TokenTexts) -> None:
     assert content[1].token == "<|x|>"
 
 
+def test_a_space_alone_has_its_byte_where_texts_drop_their_first(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SentencePiece's lone space decodes to nothing by itself: taken for a special token, it made every entry early."""
+    monkeypatch.setattr(engine.tokenizer, "decode", lambda token_ids, **_: bytes(token_ids).decode().removeprefix(" "))
+    assert TokenTexts(engine.tokenizer)(ord(" ")) == (" ", b" ")
+
+
 def test_part_of_a_character_is_shown_as_bytes(texts: TokenTexts) -> None:
     """Prevents U+FFFD as the name of a token."""
     assert texts(0xE2) == ("bytes:\\xe2", b"\xe2")
