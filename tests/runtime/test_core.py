@@ -83,7 +83,8 @@ def test_max_tokens_zero_computes_the_prompt_only(make_engine, prompt_len):
     for index in range(2):
         assert engine.finish("r", index).reason is FinishReason.LENGTH
         assert engine.tokens("r", index) == ()
-        assert len(engine.first_event("r", index).prompt_logprobs) == prompt_len
+    assert len(engine.first_event("r", 0).prompt_logprobs) == prompt_len
+    assert engine.first_event("r", 1).prompt_logprobs is None, "told once"
     assert engine.finish("bare").reason is FinishReason.LENGTH
     assert engine.core.stats().generation_tokens == 0
     engine.assert_forgotten()
