@@ -30,9 +30,9 @@ COMPARED = 20
 PROMPT, NEW = 36, 6
 """Tokens of a prompt, which is longer than a KV block, and of its continuation."""
 NOT_SCHEDULED = {"amx", "portable"}
-"""With matrix units steps of many rows take wide kernels, which round otherwise: a token's logits follow from the size of
-its step, and texts that were scheduled otherwise may differ. Portable kernels are slow, and tests/plugins
-holds them to the same bits, kernel by kernel."""
+"""With matrix units steps of many rows take wide kernels, which round otherwise: a token's logits follow from the size
+of its step, and texts that were scheduled otherwise may differ. Portable kernels are slow, and tests/plugins holds them
+to the same bits, kernel by kernel."""
 
 
 @pytest.fixture
