@@ -122,6 +122,11 @@ def test_a_profile_changes_no_token(tiny_repository: Path, tmp_path: Path) -> No
     assert sum(event["name"] == "step" for event in slices) == 3, "the recording ended by itself"
 
 
+async def greedy(engine: AsyncEngine, prompt: str) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    return [t async for o in engine.generate(prompt, params, request_id="r") for t in o.token_ids]
+
+
 def test_profiles_of_a_server(
     tiny_repository: Path,
     tmp_path: Path,
@@ -134,9 +139,7 @@ def test_profiles_of_a_server(
         plan = plan_engine(tiny_repository)
         engine = await AsyncEngine.start(plan, profile=ProfileOptions(str(tmp_path), 5))
         for prompt in ("one", "two", "three"):
-            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-            tokens = [t async for o in engine.generate(prompt, params, request_id="r") for t in o.token_ids]
-            assert tokens == reference(prompt.encode(), 8)
+            assert await greedy(engine, prompt) == reference(prompt.encode(), 8)
             engine.start_profile()
         await engine.drain(5)
 
@@ -150,11 +153,6 @@ def test_profiles_of_a_server(
     output = capfd.readouterr().out
     assert output.count("phases of the engine loop") >= 3
     assert all(str(tmp_path / name) in output for name in names)
-
-
-async def greedy(engine: AsyncEngine, prompt: str) -> list[int]:
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    return [t async for o in engine.generate(prompt, params, request_id="r") for t in o.token_ids]
 
 
 def test_a_profile_that_cannot_be_written_ends_no_server(
