@@ -50,6 +50,9 @@ class CpuExecutor:
     def execute(self, step: StepTensors) -> NDArray[np.float32]:
         return self._session.step(step)
 
+    def rehearse(self, step: StepTensors) -> None:
+        self._session.rehearse(step)
+
     def settle(self) -> None:
         """Puts huge pages under what steps read, in a thread of its own, from now on. Steps may run meanwhile."""
         self._settling = Settling(self._session.move_weights)

@@ -28,3 +28,11 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class RehearsingExecutor(Executor, Protocol):
+    """One whose steps are not compiled for their shapes: what the first of a shape costs more than others is memory."""
+
+    def rehearse(self, step: StepTensors) -> None:
+        """Takes the memory that such a step takes, and writes nothing to the pool. Raises EngineError."""
+        ...

@@ -14,15 +14,16 @@ from castline.engines.errors import EngineError
 from castline.plugins.cpu.operator_profile import OperatorRun
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.device_executor import DeviceExecutor
-from castline.runtime.executor import Executor
+from castline.runtime.executor import RehearsingExecutor
 from castline.runtime.plan import StepPlan
+from castline.runtime.profile_options import ProfileOptions
 from castline.runtime.profile_report import ProfiledStep, join_runs, table
 from castline.runtime.profile_trace import trace_json
 from castline.runtime.startup import warm_up
-from castline.runtime.step_profile import Phase, ProfileOptions, StepRecorder
+from castline.runtime.step_profile import Phase, StepRecorder
 
 
-class ProfilingExecutor(Executor, Protocol):
+class ProfilingExecutor(RehearsingExecutor, Protocol):
     def start_profile(self, prefix: str) -> None:
         """Operators of later steps are recorded; *prefix* begins the names of files that it may need meanwhile."""
         ...

@@ -15,11 +15,13 @@ from castline.runtime.client import EffectiveLimits
 from castline.runtime.core import EngineCore
 from castline.runtime.cpu_executor import CpuExecutor
 from castline.runtime.device_executor import DeviceExecutor, DeviceStep
-from castline.runtime.executor import Executor
+from castline.runtime.executor import Executor, RehearsingExecutor
 from castline.runtime.sampler import Sampler
 from castline.runtime.speculation import max_step_drafts
 from castline.runtime.step_profile import NO_MARKS, StepMarks
 
+PROMPT_TOKENS = 16
+"""Of the prompt that is run: enough for the kernels of many rows and of many queries."""
 DECODE_SIZES = (1, 8, 32)
 """Sequences of the decodes that are timed: enough to tell what more tokens cost; serving refines it."""
 
@@ -71,13 +73,17 @@ def _load_gpu(bundle: Path, manifest: Manifest, limits: EffectiveLimits) -> Devi
     return TensorRtExecutor.load(bundle, manifest, limits, CudaDriver())
 
 
-def warm_up(executor: Executor, limits: EffectiveLimits) -> None:
-    """Runs the smallest step, a decode at the longest context, and the largest step; writes nothing to the pool.
+def warm_up(executor: RehearsingExecutor, limits: EffectiveLimits) -> None:
+    """Runs the smallest step, a decode at the longest context and a short prompt, and rehearses the largest step.
 
-    After these no step compiles, plans or first touches anything: they span the shapes that steps have.
+    After these no step compiles, plans or first touches anything, and nothing is written to the pool. A CPU's largest
+    step takes as long the first time as the second, a third of the start.
     """
-    for step in _spanning_steps(limits):
+    *steps, largest = _spanning_steps(limits)
+    prompt = _idle_step([min(PROMPT_TOKENS, len(largest.input_ids), limits.max_model_len)], 0, limits.block_size)
+    for step in (*steps, prompt):
         executor.execute(step)
+    executor.rehearse(largest)
 
 
 def warm_up_device(executor: DeviceExecutor, limits: EffectiveLimits) -> None:

@@ -5,6 +5,8 @@ nodes that are created afterwards.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -65,6 +67,16 @@ def has_wide_kernels() -> bool:
     return active_isa() == "amx"
 
 
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Nodes that this thread runs meanwhile take the memory of their step, touch it, and compute and write nothing."""
+    _load().castline_set_rehearsing(True)
+    try:
+        yield
+    finally:
+        _load().castline_set_rehearsing(False)
+
+
 @cache
 def _load() -> ctypes.CDLL:
     import onnxruntime  # here: checking a manifest needs no runtime, and a server's own process never loads one
@@ -96,6 +108,8 @@ def _open_library(path: Path) -> ctypes.CDLL:
         if found == PLUGIN_VERSION:
             library.castline_begin_watching.restype = ctypes.c_uint64
             library.castline_end_watching.restype = None
+            library.castline_set_rehearsing.argtypes = (ctypes.c_bool,)
+            library.castline_set_rehearsing.restype = None
             library.castline_move_weights.argtypes = (ctypes.c_uint64, ctypes.c_size_t)
             library.castline_move_weights.restype = ctypes.c_size_t
     except (OSError, AttributeError, UnicodeDecodeError) as error:

@@ -125,6 +125,7 @@ def test_exports_only_its_interface() -> None:
         "castline_begin_watching",
         "castline_end_watching",
         "castline_move_weights",
+        "castline_set_rehearsing",
     }
 
 

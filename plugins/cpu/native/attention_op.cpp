@@ -10,6 +10,7 @@
 #include "operators.h"
 #include "parallel.h"
 #include "partition.h"
+#include "rehearsal.h"
 
 namespace castline {
 namespace {
@@ -75,6 +76,31 @@ OrtStatus* attend_all(const OrtApi* api, const Kernel& k, const OrtKernelContext
   return status;
 }
 
+// The memory of a step, and no more.
+OrtStatus* rehearse(const OrtApi* api, const Kernel& k, const OrtKernelContext* context, const Step& s) {
+  const Attributes& a = k.attributes;
+  touch(s.output, s.num_tokens * a.num_heads * a.head_dim);
+  Partition& p = partition_memory;
+  make_partition(a, s, k.kernels->item_rows, k.workers, &p);
+  const size_t scratch_size = k.kernels->scratch_floats(a, p.max_rows);
+  if (p.partial_floats != 0) {
+    float* const partials = partial_buffer.get<float>(p.partial_floats);
+    if (partials == nullptr) throw std::bad_alloc();
+    touch(partials, p.partial_floats);
+  }
+  std::atomic<bool> out_of_memory{false};
+  OrtStatus* status = for_each(api, context, k.workers, p.cost, [&](size_t) {
+    float* const scratch = scratch_buffer.get<float>(scratch_size);
+    if (scratch == nullptr) {
+      out_of_memory = true;
+    } else {
+      touch(scratch, scratch_size);
+    }
+  });
+  if (status == nullptr && out_of_memory) throw std::bad_alloc();
+  return status;
+}
+
 OrtStatus* compute_step(const OrtApi* api, const Kernel& k, OrtKernelContext* context) {
   const Attributes& a = k.attributes;
   Tensor inputs[kInputs];
@@ -88,6 +114,7 @@ OrtStatus* compute_step(const OrtApi* api, const Kernel& k, OrtKernelContext* co
   const int64_t width = static_cast<int64_t>(a.num_heads) * a.head_dim;
   if (OrtStatus* status = make_output(api, context, 0, {s.num_tokens, width}, &s.output)) return status;
   if (s.num_tokens == 0) return nullptr;
+  if (rehearsing()) return rehearse(api, k, context, s);
   if (OrtStatus* status = append_all(api, k, context, s)) return status;
   return attend_all(api, k, context, s);
 }

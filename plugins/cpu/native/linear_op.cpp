@@ -9,6 +9,7 @@
 #include "linear_node.h"
 #include "operators.h"
 #include "parallel.h"
+#include "rehearsal.h"
 #include "resident.h"
 #include "sampling.h"
 
@@ -56,6 +57,9 @@ const LinearKernels& kernels_for(const LinearNode& node, int64_t rows) {
   const bool wide = node.kernels.wide != nullptr && wide_rows > 0 && rows >= wide_rows;
   return wide ? *node.kernels.wide : *node.kernels.narrow;
 }
+
+// Whether rows are prepared in a dispatch of their own.
+bool prepares_apart(const LinearAttributes& a, int64_t rows) { return rows * a.k > kSelfPrepared; }
 
 double multiply_adds(const LinearAttributes& a, int64_t rows) {
   return static_cast<double>(rows) * a.k * a.n * strips_per_unit(a);
@@ -160,6 +164,19 @@ OrtStatus* run_many_rows(const OrtApi* api, const LinearNode& node, const Linear
   });
 }
 
+// The memory of a step, and no more.
+void rehearse(const LinearNode& node, const LinearKernels& kernels, const LinearStep& s, int64_t blocks) {
+  const LinearAttributes& a = node.attributes;
+  touch(s.output, s.rows * a.n);
+  if (s.maxima != nullptr) touch(s.maxima, s.rows * blocks);
+  if (prepares_apart(a, s.rows)) {
+    const RowBlocks rows(a, kernels, s.rows);
+    uint8_t* const prepared = prepared_rows.get<uint8_t>(rows.bytes * rows.count);
+    if (prepared == nullptr) throw std::bad_alloc();
+    touch(prepared, rows.bytes * rows.count);
+  }
+}
+
 struct Linear {
   static constexpr const char* kName = "Linear";
   static constexpr int kInputs = kLinearInputs, kOutputs = 2;
@@ -191,7 +208,11 @@ struct Linear {
     s.weight = node.weight.at<uint8_t>(s.weight);
     s.scales = node.scales.at<uint16_t>(s.scales);
     const LinearKernels& kernels = kernels_for(node, s.rows);
-    const auto run = s.rows * a.k <= kSelfPrepared ? run_few_rows : run_many_rows;
+    if (rehearsing()) {
+      rehearse(node, kernels, s, blocks);
+      return nullptr;
+    }
+    const auto run = prepares_apart(a, s.rows) ? run_many_rows : run_few_rows;
     return run(api, node, kernels, context, s);
   }
 };

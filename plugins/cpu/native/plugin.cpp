@@ -10,6 +10,7 @@
 #include "isa.h"
 #include "node_reader.h"
 #include "operators.h"
+#include "rehearsal.h"
 #include "resident.h"
 
 #define CASTLINE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -76,6 +77,9 @@ CASTLINE_EXPORT size_t castline_move_weights(uint64_t group, size_t enough) {
     return 0;
   }
 }
+
+// See rehearsal.h.
+CASTLINE_EXPORT void castline_set_rehearsing(bool on) { castline::set_rehearsing(on); }
 
 CASTLINE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   // A runtime too old for this version answers nullptr and offers no table to report through; Python has checked first.

@@ -16,7 +16,8 @@ from castline.plugins.contract import StepTensors
 from castline.plugins.cpu.session import CpuSession
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.cpu_executor import CpuExecutor
-from castline.runtime.loader import LoadOptions, plan_engine
+from castline.runtime.load_options import LoadOptions
+from castline.runtime.loader import plan_engine
 from castline.runtime.request import Request
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.startup import load_core, time_decodes, warm_up
@@ -28,10 +29,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.steps: list[StepTensors] = []
+        self.rehearsed: list[StepTensors] = []
 
     def execute(self, step: StepTensors) -> NDArray[np.float32]:
         self.steps.append(step)
         return np.zeros((len(step.logits_indices), self.vocab_size), np.float32)
+
+    def rehearse(self, step: StepTensors) -> None:
+        self.rehearsed.append(step)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         raise AssertionError("a warm-up copies nothing")
@@ -43,7 +48,7 @@ class Recorder:
     ("max_model_len", "max_num_seqs", "max_tokens", "num_blocks"),
     [(512, 8, 64, 100), (512, 7, 64, 32), (2, 1, 1, 1), (8, 64, 512, 5), (4096, 4, 512, 300)],
 )
-def test_the_smallest_the_longest_and_the_largest_step(
+def test_the_smallest_the_longest_a_prompt_and_the_largest_step(
     max_model_len: int, max_num_seqs: int, max_tokens: int, num_blocks: int
 ) -> None:
     """C11: the first request must meet no step that is larger than all before it; nor may warming up write to the pool
@@ -51,12 +56,14 @@ def test_the_smallest_the_longest_and_the_largest_step(
     limits = EffectiveLimits(max_model_len, max_num_seqs, max_tokens, 16, num_blocks, 1.0)
     recorder = Recorder()
     warm_up(recorder, limits)
-    smallest, longest, largest = recorder.steps
+    smallest, longest, prompt = recorder.steps
+    [largest] = recorder.rehearsed
     assert smallest.kv_lens.tolist() == [1]
     assert longest.kv_lens.tolist() == [min(max_model_len, num_blocks * 16)]
+    assert prompt.kv_lens.tolist() == [min(16, max_model_len, len(largest.input_ids))]
     assert len(largest.kv_lens) == len(largest.logits_indices) == min(max_num_seqs, max_tokens)
     assert len(largest.input_ids) == min(max_tokens, max_num_seqs * max_model_len)
-    for step in recorder.steps:
+    for step in (*recorder.steps, largest):
         assert (step.slot_mapping == -1).all()
         assert step.block_table.max(initial=0) < num_blocks
         assert step.block_table.shape[1] >= blocks_for(int(step.kv_lens.max()), 16)
@@ -74,8 +81,9 @@ def test_the_largest_step_has_the_rows_that_guesses_take(max_tokens: int, max_dr
     limits = EffectiveLimits(512, 8, max_tokens, 16, 100, 1.0, max_drafts=max_drafts)
     recorder = Recorder()
     warm_up(recorder, limits)
-    assert len(recorder.steps[-1].logits_indices) == 8 + min(max(8, max_drafts), max_tokens)
-    assert recorder.steps[-1].logits_indices.max() < max_tokens
+    [largest] = recorder.rehearsed
+    assert len(largest.logits_indices) == 8 + min(max(8, max_drafts), max_tokens)
+    assert largest.logits_indices.max() < max_tokens
 
 
 @pytest.mark.parametrize(("max_num_seqs", "sizes"), [(64, [1, 8, 32]), (8, [1, 8]), (3, [1])])
