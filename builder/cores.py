@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from castline.engines.host import usable_cores
+from castline.engines.resources import usable_cores
 
 CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 

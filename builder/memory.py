@@ -1,7 +1,7 @@
 """Whether this host can hold a build, decided before a weight is read. Sizes in bytes."""
 
 from castline.engines.errors import BuildError
-from castline.engines.host import available_memory_bytes
+from castline.engines.resources import available_memory_bytes
 
 BASE_BYTES = 768 << 20
 """torch, transformers, the exporter's graph and the tokenizer."""

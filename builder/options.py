@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from castline.builder.recipes import AUTO_RECIPE, DEFAULT_RECIPE, recipe
-from castline.engines.bundle import MAX_VERSION, MODEL_NAME_RULE, is_model_name
 from castline.engines.errors import BuildError, EngineError
 from castline.engines.manifest import KvDtype, Target
+from castline.engines.repository import MAX_VERSION, MODEL_NAME_RULE, is_model_name
 from castline.engines.sku import all_skus, check_flavour, check_precision, load_sku
 
 KvDtypeChoice = Literal["auto", "fp32", "bf16", "int8", "fp8", "fp16"]

@@ -8,11 +8,11 @@ from castline.builder.autotune import TuningChoices
 from castline.builder.options import BuildOptions
 from castline.builder.recipes import Recipe
 from castline.builder.tool_versions import tool_versions
-from castline.engines.bundle import MODEL_NAME_RULE, is_model_name
 from castline.engines.capacity import kv_block_bytes
 from castline.engines.errors import BuildError
 from castline.engines.host import detect_host
 from castline.engines.manifest import SCHEMA_VERSION, Host, Limits, Manifest, ModelFacts, Parity, Precision
+from castline.engines.repository import MODEL_NAME_RULE, is_model_name
 from castline.plugins.cpu.library import describe
 
 

@@ -19,7 +19,8 @@ from typing import Any, Self, cast
 from castline.engines.errors import RequestError
 from castline.runtime.client import Output, PromptInfo, Stats
 from castline.runtime.events import FinishReason, TokenLogprobs
-from castline.runtime.loader import LoadOptions, plan_engine
+from castline.runtime.load_options import LoadOptions
+from castline.runtime.loader import plan_engine
 from castline.runtime.output_processor import OutputProcessor
 from castline.runtime.request import Request
 from castline.runtime.resolve import resolve_params

@@ -14,14 +14,14 @@ from castline.builder.options import AUTO_KV_DTYPE, CPU_KV_DTYPES, DEFAULT_BLOCK
 from castline.builder.preflight import engine_bytes
 from castline.builder.recipes import AUTO_RECIPE, DEFAULT_RECIPE
 from castline.builder.recipes import recipe as find_recipe
-from castline.engines.bundle import find_bundle
 from castline.engines.capacity import blocks_for
 from castline.engines.device_memory import device_memory
 from castline.engines.errors import EngineError
-from castline.engines.host import available_memory_bytes
 from castline.engines.manifest import KvDtype, Limits, ModelFacts, read_manifest
 from castline.engines.memory_plan import HOST_POLICY, Asked, EngineMemory, MemoryPlan, plan_memory, sku_policy
 from castline.engines.precision import Parameters, gpu_weights
+from castline.engines.repository import find_bundle
+from castline.engines.resources import available_memory_bytes
 from castline.engines.roofline import Estimate, Roofline
 from castline.engines.sku import HOST_SKU, Sku, check_precision, load_sku
 from castline.option_types import sku_defaults

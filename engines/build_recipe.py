@@ -8,9 +8,9 @@ from typing import Annotated
 
 import msgspec
 
-from castline.engines.bundle import MODEL_NAME_RULE, is_model_name
 from castline.engines.errors import EngineError
 from castline.engines.manifest import KvDtype, Target
+from castline.engines.repository import MODEL_NAME_RULE, is_model_name
 
 RECIPE_DIRECTORY = Path(__file__).parent / "recipes"
 

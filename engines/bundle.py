@@ -1,4 +1,4 @@
-"""Bundles on disk: ``<repository>/<model>/<version>/``, Triton's layout.
+"""Writing bundles, where `castline.engines.repository` finds them.
 
 A bundle appears whole or not at all. It is written in a hidden directory beside its final place, so that the last act
 is one rename inside one filesystem. The writer holds a lock on that directory: a build that finds one without a living
@@ -8,7 +8,6 @@ owner (killed, out of memory, power lost) removes it, whoever made it and on wha
 import errno
 import fcntl
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,16 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from castline.engines.errors import BuildError, EngineError
+from castline.engines.errors import BuildError
 from castline.engines.hashing import sha256_file
-from castline.engines.manifest import MANIFEST_NAME, BundleFile, Manifest, write_manifest
+from castline.engines.manifest import BundleFile, Manifest, write_manifest
+from castline.engines.repository import MAX_VERSION, check_model_name, is_version, version_numbers
 
 _STAGING_PREFIX = ".building-"
-MODEL_NAME_RULE = "1 to 128 letters, digits, '.', '_' and '-', beginning with a letter or digit"
-MAX_VERSION = 999_999_999
-
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_VERSION_NAME = re.compile(r"[1-9][0-9]{0,8}")
 
 
 class BundleDraft:
@@ -78,70 +73,8 @@ def write_bundle(repository: Path, model: str, version: int | None = None) -> It
         raise
 
 
-def find_bundle(repository: Path, model: str | None = None, version: int | None = None) -> Path:
-    """The bundle to serve: that of *model*, or of the only model there is; *version*, or the latest.
-
-    *repository* may also be one model's directory, or a bundle itself. Raises EngineError listing what there is.
-    """
-    if not repository.is_dir():
-        raise EngineError(f"{repository} is not a directory; give the --output of `castline build`")
-    if (repository / MANIFEST_NAME).is_file():
-        if model is not None or version is not None:
-            raise EngineError(f"{repository} is one engine: leave out model and version, or give its repository")
-        return repository
-    is_home = model is None and bool(bundle_versions(repository))
-    home = repository if is_home else repository / _pick_model(repository, model)
-    versions = bundle_versions(home)
-    if version is None:
-        return home / str(versions[-1])
-    if version not in versions:
-        raise EngineError(f"{home} has no version {version}; it has {', '.join(map(str, versions))}")
-    return home / str(version)
-
-
-def bundle_models(repository: Path) -> list[str]:
-    """Models of a repository that have a version, sorted."""
-    names = (entry.name for entry in repository.iterdir() if entry.is_dir())
-    return sorted(name for name in names if _MODEL_NAME.fullmatch(name) and bundle_versions(repository / name))
-
-
-def bundle_versions(home: Path) -> list[int]:
-    """Versions of one model's directory that hold a manifest, ascending."""
-    return [version for version in _numbers(home) if (home / str(version) / MANIFEST_NAME).is_file()]
-
-
-def is_model_name(model: str) -> bool:
-    """Whether *model* can name a directory of a repository."""
-    return _MODEL_NAME.fullmatch(model) is not None
-
-
-def check_model_name(model: str) -> None:
-    """Raises EngineError unless *model* can name a directory of a repository."""
-    if not is_model_name(model):
-        raise EngineError(f"model name {model!r} is not valid: it takes {MODEL_NAME_RULE}")
-
-
-def _pick_model(repository: Path, model: str | None) -> str:
-    models = bundle_models(repository)
-    listing = f"it has {', '.join(models)}" if models else "it has none; make one with `castline build`"
-    if model is None:
-        if len(models) != 1:
-            raise EngineError(f"{repository} does not have exactly one model: name one with --model ({listing})")
-        return models[0]
-    check_model_name(model)
-    if model not in models:
-        raise EngineError(f"{repository} has no engine of model {model!r}; {listing}")
-    return model
-
-
-def _numbers(home: Path) -> list[int]:
-    if not home.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in home.iterdir() if _VERSION_NAME.fullmatch(entry.name))
-
-
 def _check_free(home: Path, version: int) -> None:
-    if not _VERSION_NAME.fullmatch(str(version)):
+    if not is_version(version):
         raise BuildError(f"version {version} is not valid: give a number from 1 to {MAX_VERSION}")
     if (home / str(version)).exists():
         raise BuildError(
@@ -210,7 +143,7 @@ def _publish(directory: Path, home: Path, version: int | None) -> Path:
     """Renames the draft to its version. Another build may take a free number first: then the next one is tried."""
     directory.chmod(0o755)
     while True:
-        number = version if version is not None else max(_numbers(home), default=0) + 1
+        number = version if version is not None else max(version_numbers(home), default=0) + 1
         if version is not None:
             _check_free(home, version)
         try:

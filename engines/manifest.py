@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from castline.engines.errors import EngineError, ManifestMismatch
+from castline.engines.repository import MANIFEST_NAME
 
 SCHEMA_VERSION = 1
-MANIFEST_NAME = "engine.json"
 
 Target = Literal["cpu", "tensorrt", "tensorrt_rtx"]
 KvDtype = Literal["fp32", "bf16", "int8", "fp8", "fp16"]

@@ -12,13 +12,14 @@ from castline.engines.manifest import Manifest
 from castline.runtime.admission import validate_places
 from castline.runtime.arrival_gate import ArrivalGate
 from castline.runtime.client import EffectiveLimits, Express, Health, Output, Phase, Stats
-from castline.runtime.engine_link import EngineLink, EngineProcess
+from castline.runtime.engine_child import EngineProcess
+from castline.runtime.engine_link import EngineLink
 from castline.runtime.intake import Intake
 from castline.runtime.live_requests import LiveRequests
 from castline.runtime.loader import EnginePlan
+from castline.runtime.profile_options import ProfileOptions
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.stall_watch import StallWatch
-from castline.runtime.step_profile import ProfileOptions
 from castline.runtime.stream_interval import StreamInterval
 from castline.runtime.tokenizer import Tokenizer, load_tokenizer
 from castline.runtime.wire import Add, Command, Failed, Profile, Ready, Report, StepDone, Stop
@@ -82,9 +83,9 @@ class AsyncEngine:
     ) -> "AsyncEngine":
         """Loads and warms up the engine of *plan* in a process of its own; ready on return. Raises EngineError.
 
-        *loading* is that process where `EngineProcess.load` has started it before, with the same *profile*.
+        *loading* is that process where it was told to load *plan* before, with the same *profile*.
         """
-        process, connection = loading or EngineProcess.load(plan, profile)
+        process, connection = loading or EngineProcess.start(plan, profile)
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, plan.bundle)
             engine = cls(plan.manifest, plan.limits, tokenizer, stall_after_s=stall_after_s, interval=interval)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from castline.engines.errors import ErrorCode, RequestError
-from castline.engines.host import usable_cores
+from castline.engines.resources import usable_cores
 from castline.runtime.side_threads import SideThreads
 from castline.runtime.tokenizer import Tokenizer
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from castline.engines.bundle import find_bundle
 from castline.engines.capacity import KvCapacity
 from castline.engines.check import (
     GPU_TARGETS,
@@ -21,50 +20,16 @@ from castline.engines.check import (
 )
 from castline.engines.errors import EngineError
 from castline.engines.gpu import FoundGpu, detect_gpu
-from castline.engines.host import available_memory_bytes, detect_host
-from castline.engines.manifest import MANIFEST_NAME, Host, Manifest, Plugin, Target, read_manifest
+from castline.engines.host import detect_host
+from castline.engines.manifest import Host, Manifest, Plugin, Target, read_manifest
 from castline.engines.memory_plan import Asked, EngineMemory, memory_policy, plan_memory
+from castline.engines.repository import MANIFEST_NAME, find_bundle
+from castline.engines.resources import available_memory_bytes
 from castline.plugins.cpu.library import describe as cpu_plugin
 from castline.plugins.tensorrt.library import describe as gpu_plugin
 from castline.runtime.client import EffectiveLimits
-from castline.runtime.huge_pages import available
-
-SPECULATION_MODES = ("auto", "off")
-HUGE_PAGES_MODES = ("auto", "off")
-DEFAULT_DRAFTS = 7
-"""With the token before them they fill the 8 rows that kernels take at a time."""
-MOST_DRAFTS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """What the user may choose at start-up. None: the bundle's or the host's own value."""
-
-    model: str | None = None
-    version: int | None = None
-    memory_utilization: float | None = None
-    """Share of the available memory for weights, a step's buffers and the KV pool, 0..1."""
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    kv_blocks: int | None = None
-    """Exactly this many KV blocks, whatever the memory utilization."""
-    threads: int | None = None
-    speculation: str = "auto"
-    """Whether to guess tokens ahead by prompt lookup: "auto", where it pays, or "off". It changes no token,
-    but for near ties where steps of many tokens run wide kernels (matrix units), as larger batches do.
-
-    It never pays on a GPU: the logits of every guess would have to cross the bus, and nothing could run ahead."""
-    max_drafts: int | None = None
-    """Tokens guessed ahead at most, for one sequence in a step. None: DEFAULT_DRAFTS, on a GPU none."""
-    huge_pages: str = "auto"
-    """"auto": put huge pages under what steps read, where the system has them (`castline.runtime.huge_pages`). "off":
-    weights stay in the mapped file, which several servers of one engine share. A GPU's engine has no use for them."""
-    max_waiting: int = 4096
-    allow_unverified: bool = False
-    """Serve an engine whose parity with its reference was not shown."""
-    verify_files: bool = False
-    """Hash every file of the bundle before loading, large ones too."""
+from castline.runtime.huge_heap import wanted
+from castline.runtime.load_options import DEFAULT_DRAFTS, HUGE_PAGES_MODES, MOST_DRAFTS, SPECULATION_MODES, LoadOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +151,7 @@ def _max_drafts(options: LoadOptions, target: Target) -> int:
 def _huge_pages(manifest: Manifest, options: LoadOptions) -> bool:
     if options.huge_pages not in HUGE_PAGES_MODES:
         raise EngineError(f"--huge-pages {options.huge_pages!r} is unknown: give {' or '.join(HUGE_PAGES_MODES)}")
-    return options.huge_pages == "auto" and manifest.host.target == "cpu" and available()
+    return wanted(options.huge_pages, manifest.host.target)
 
 
 def installed_plugin(target: Target) -> Plugin | None:

@@ -8,32 +8,11 @@ recorded, and a recording is bounded by its number of steps.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from time import perf_counter_ns
 from typing import Final, Protocol
 
-from castline.engines.errors import EngineError
 from castline.runtime.decodes import Decodes
 from castline.runtime.plan import StepPlan
-
-DEFAULT_STEPS: Final = 100
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    directory: str
-    """Each recording becomes a trace file in it."""
-    num_steps: int = DEFAULT_STEPS
-    """A recording ends after so many steps."""
-
-    @classmethod
-    def into(cls, directory: Path, num_steps: int) -> "ProfileOptions":
-        """Creates the directory. Raises EngineError where that is refused."""
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise EngineError(f"cannot write profiles into {directory}: {error.strerror}") from None
-        return cls(str(directory), num_steps)
 
 
 class Phase(StrEnum):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from castline.engines.host import usable_cores
+from castline.engines.resources import usable_cores
 from castline.runtime.serving_time import serving_time
 
 MAX_SHARE: Final = 0.04

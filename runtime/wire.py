@@ -11,8 +11,8 @@ import msgspec
 
 from castline.runtime.client import EffectiveLimits, Stats
 from castline.runtime.events import SequenceEvent
+from castline.runtime.profile_options import ProfileOptions
 from castline.runtime.request import Request
-from castline.runtime.step_profile import ProfileOptions
 
 _LENGTH = struct.Struct("<I")
 

@@ -14,8 +14,9 @@ from benchmarks.errors import Unavailable
 from benchmarks.quality import Quality
 from benchmarks.settings import ROOT
 from benchmarks.systems.base import System
-from castline.engines.manifest import MANIFEST_NAME, Manifest, read_manifest
-from castline.runtime.huge_pages import available
+from castline.engines.manifest import Manifest, read_manifest
+from castline.engines.repository import MANIFEST_NAME
+from castline.runtime.huge_heap import available
 from castline.runtime.stream_interval import FEW_REQUESTS, INTERVALS, MAX_SHARE
 
 CASTLINE = [sys.executable, "-m", "castline"]

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import click
 
-from castline.engines.bundle import find_bundle
 from castline.engines.capacity import kv_block_bytes
 from castline.engines.check import verify_files
-from castline.engines.manifest import MANIFEST_NAME, Manifest, Parity, read_manifest
+from castline.engines.manifest import Manifest, Parity, read_manifest
+from castline.engines.repository import MANIFEST_NAME, find_bundle
 
 Section = tuple[str, list[tuple[str, str]]]
 """(title, [(label, value)])."""

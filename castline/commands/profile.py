@@ -5,9 +5,10 @@ from typing import Any
 
 import click
 
-from castline.runtime.loader import LoadOptions, plan_engine
+from castline.runtime.load_options import LoadOptions
+from castline.runtime.loader import plan_engine
+from castline.runtime.profile_options import DEFAULT_STEPS, ProfileOptions
 from castline.runtime.sampling_params import SamplingParams
-from castline.runtime.step_profile import DEFAULT_STEPS, ProfileOptions
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,6 +1,5 @@
 """`castline run`: serve an engine over gRPC and HTTP."""
 
-import asyncio
 import logging
 import signal
 import sys
@@ -10,20 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from castline.runtime.huge_pages import SETTINGS, Settling
-from castline.runtime.loader import (
-    DEFAULT_DRAFTS,
-    HUGE_PAGES_MODES,
-    SPECULATION_MODES,
-    EnginePlan,
-    LoadOptions,
-    plan_engine,
-)
-from castline.runtime.step_profile import DEFAULT_STEPS, ProfileOptions
+from castline.engines.repository import find_bundle
+from castline.runtime.engine_child import EngineProcess
+from castline.runtime.huge_heap import SETTINGS
+from castline.runtime.load_options import DEFAULT_DRAFTS, HUGE_PAGES_MODES, SPECULATION_MODES, LoadOptions
+from castline.runtime.profile_options import DEFAULT_STEPS, ProfileOptions
 from castline.runtime.stream_interval import FEW_REQUESTS, INTERVALS, MAX_SHARE
 from castline.server.options import Endpoints, ServerOptions
 
 if TYPE_CHECKING:
+    from castline.runtime.async_engine import AsyncEngine
+    from castline.runtime.loader import EnginePlan
     from castline.server.serving import ServedModel
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -145,15 +141,26 @@ def command(
     """Serve an engine of REPOSITORY, the directory that `castline build` wrote, over HTTP and gRPC."""
     begin = perf_counter()
     _configure_logging(log_level)
-    plan = plan_engine(repository, LoadOptions(**load))
-    name = served_model_name or _model_name(plan)
-    options = ServerOptions(host, http_port, grpc_port, name, drain_timeout, stream_interval)
-    profiling = None if profile is None else ProfileOptions.into(profile, profile_steps)
-    # Here, so that help and a refused engine answer at once; and the engine loads while the server is imported.
-    from castline.runtime.engine_link import EngineProcess
+    # The engine's process begins first, and each imports on a core of its own; nothing else here is imported before it.
+    process, connection = EngineProcess.begin(
+        find_bundle(repository, load["model"], load["version"]), load["huge_pages"]
+    )
+    try:
+        from castline.runtime.loader import plan_engine
 
-    loading = EngineProcess.load(plan, profiling)
+        plan = plan_engine(repository, LoadOptions(**load))
+        profiling = None if profile is None else ProfileOptions.into(profile, profile_steps)
+        name = served_model_name or _model_name(plan)
+        options = ServerOptions(host, http_port, grpc_port, name, drain_timeout, stream_interval)
+    except BaseException:
+        process.abandon(connection)
+        raise
+    process.load(connection, plan, profiling)
+    # Here, so that a refused engine answers at once; and the engine loads meanwhile.
+    import asyncio
+
     from castline.runtime.async_engine import AsyncEngine
+    from castline.runtime.huge_pages import Settling
     from castline.runtime.stream_interval import AdaptiveInterval, StreamInterval
     from castline.server.app import serve
     from castline.server.event_loop import run
@@ -169,9 +176,9 @@ def command(
         if plan.huge_pages:
             Settling()  # of this process; the engine's sees to itself
 
-    async def open_engine() -> AsyncEngine:
+    async def open_engine() -> "AsyncEngine":
         interval = AdaptiveInterval() if options.stream_interval is None else StreamInterval(options.stream_interval)
-        engine = await AsyncEngine.start(plan, interval=interval, profile=profiling, loading=loading)
+        engine = await AsyncEngine.start(plan, interval=interval, profile=profiling, loading=(process, connection))
         if profiling is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.start_profile)
         return engine
@@ -179,17 +186,16 @@ def command(
     try:
         run(serve(open_engine, options, on_listening=on_listening, on_ready=on_ready))
     finally:
-        process, _ = loading
         process.kill()  # it has ended, unless the server could not begin
 
 
-def _model_name(plan: EnginePlan) -> str:
+def _model_name(plan: "EnginePlan") -> str:
     """The model's directory in a repository; for a bundle that lies elsewhere, the name it was built under."""
     bundle = plan.bundle.resolve()
     return bundle.parent.name if bundle.name.isdigit() else plan.manifest.model.name
 
 
-def _print_plan(plan: EnginePlan, name: str) -> None:
+def _print_plan(plan: "EnginePlan", name: str) -> None:
     model, precision, limits = plan.manifest.model, plan.manifest.precision, plan.limits
     click.echo(f"model: {name} ({model.architecture}, {model.num_parameters / 1e6:.1f}M parameters) from {plan.bundle}")
     host = plan.manifest.host
@@ -208,7 +214,7 @@ def _print_plan(plan: EnginePlan, name: str) -> None:
     click.echo(f"maximum concurrency at max_model_len ({limits.max_model_len}): {limits.max_concurrency:.2f}x")
 
 
-def _huge_pages(plan: EnginePlan, mode: str) -> str:
+def _huge_pages(plan: "EnginePlan", mode: str) -> str:
     if plan.huge_pages:
         return "weights and heap move into them while it serves, as far as the system lets them"
     return "off" if mode == "off" else f"none of 2 MiB here, so that steps are slower: see {SETTINGS}"

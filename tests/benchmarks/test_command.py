@@ -6,7 +6,7 @@ from benchmarks.__main__ import command_line, main, not_asked
 from benchmarks.systems.castline import serving
 from benchmarks.systems.catalogue import DEFAULT_PEERS, NAMES, systems_of_peers
 from benchmarks.systems.llamacpp import KV_TEXT, SLOT_TOKENS, SLOTS
-from castline.runtime.loader import LoadOptions
+from castline.runtime.load_options import LoadOptions
 from castline.runtime.stream_interval import AdaptiveInterval
 from castline.server.options import ServerOptions
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from castline.engines.bundle import find_bundle
 from castline.engines.manifest import Parity, read_manifest
+from castline.engines.repository import find_bundle
 
 pytestmark = pytest.mark.slow
 

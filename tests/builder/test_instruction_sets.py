@@ -17,9 +17,9 @@ from castline.builder.checkpoint import Checkpoint, load_checkpoint
 from castline.builder.recipes import recipe
 from castline.builder.torch_reference import torch_reference
 from castline.builder.verify import Reference, VerifyCase, judge, measure, shipped_case
-from castline.engines.bundle import find_bundle
 from castline.engines.capacity import kv_block_bytes
 from castline.engines.manifest import read_manifest
+from castline.engines.repository import find_bundle
 from castline.plugins.cpu.library import active_isa, available_isas
 from castline.plugins.cpu.session import CpuSession, SessionOptions
 

@@ -32,7 +32,8 @@ from castline.engines.manifest import (
 from castline.engines.memory_plan import Asked
 from castline.engines.sku import all_skus, load_sku
 from castline.runtime import loader
-from castline.runtime.loader import LoadOptions, plan_engine, reconcile_limits
+from castline.runtime.load_options import LoadOptions
+from castline.runtime.loader import plan_engine, reconcile_limits
 
 GIB = 1 << 30
 CPU = Manifest(

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from castline.engines.bundle import bundle_models, find_bundle, write_bundle
+from castline.engines.bundle import write_bundle
 from castline.engines.errors import BuildError, EngineError
 from castline.engines.manifest import Manifest, read_manifest
+from castline.engines.repository import bundle_models, find_bundle
 
 
 def build(repository: Path, manifest: Manifest, model: str = "smol", version: int | None = None) -> Path:

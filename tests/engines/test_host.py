@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from castline.engines.host import available_memory_bytes, detect_host, usable_cores
+from castline.engines.host import detect_host
+from castline.engines.resources import available_memory_bytes, usable_cores
 
 GIB = 1 << 30
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from castline.engines.pages import HUGE_PAGE, MAKE_HUGE
-from castline.runtime.huge_pages import Settling, available, collapse_heap, environment, heap
+from castline.runtime.huge_heap import available, environment
+from castline.runtime.huge_pages import Settling, collapse_heap, heap
 
 COUNT = 4
 

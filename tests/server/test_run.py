@@ -14,8 +14,9 @@ from click.testing import CliRunner
 from castline.commands import run
 from castline.engines.capacity import KvCapacity
 from castline.engines.errors import EngineError
-from castline.runtime.loader import EnginePlan, LoadOptions
-from castline.runtime.step_profile import ProfileOptions
+from castline.runtime.load_options import LoadOptions
+from castline.runtime.loader import EnginePlan
+from castline.runtime.profile_options import ProfileOptions
 from castline.runtime.stream_interval import AdaptiveInterval, StreamInterval
 from castline.server.options import Endpoints, ServerOptions
 
@@ -41,10 +42,14 @@ class Calls:
         on_listening(ENDPOINTS)
         on_ready(None, ENDPOINTS)
 
-    def start_process(self, plan: EnginePlan, profile: ProfileOptions | None) -> tuple[Mock, Mock]:
-        self.loaded = plan, profile
-        self.loading = Mock(), Mock()
-        return self.loading
+    def find_bundle(self, repository: Path, model: str | None, version: int | None) -> Path:
+        self.found = repository, model, version
+        return self.bundle
+
+    def begin(self, bundle: Path, huge_pages: str) -> tuple[Mock, Mock]:
+        self.begun = bundle, huge_pages
+        self.process, self.connection = Mock(), Mock()
+        return self.process, self.connection
 
     def profile(self) -> tuple[ProfileOptions | None, int]:
         """What the engine would be started with, and how often a SIGUSR1 then reaches it."""
@@ -57,8 +62,8 @@ class Calls:
             pinned = self.server.stream_interval
             assert type(interval) is (AdaptiveInterval if pinned is None else StreamInterval)
             assert interval.tokens == (pinned or 1)
-            assert self.loaded == (plan, profile), "the process that was started loads the same"
-            assert loading is self.loading
+            assert loading == (self.process, self.connection)
+            self.process.load.assert_called_once_with(self.connection, plan, profile)
             asked.append(profile)
             return engine
 
@@ -78,9 +83,10 @@ class Calls:
 @pytest.fixture
 def calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls(engine)
-    monkeypatch.setattr(run, "plan_engine", calls.plan_engine)
+    monkeypatch.setattr(run, "find_bundle", calls.find_bundle)
+    monkeypatch.setattr("castline.runtime.loader.plan_engine", calls.plan_engine)
     monkeypatch.setattr("castline.server.app.serve", calls.serve)
-    monkeypatch.setattr("castline.runtime.engine_link.EngineProcess.load", calls.start_process)
+    monkeypatch.setattr("castline.runtime.engine_child.EngineProcess.begin", calls.begin)
     return calls
 
 
@@ -110,8 +116,19 @@ def test_every_loading_option_reaches_the_loader(calls: Calls) -> None:
     invoke(*arguments, "--allow-unverified", "--verify-files")
     assert calls.load == LoadOptions(**given, allow_unverified=True, verify_files=True)  # type: ignore[arg-type]
     assert {field.name for field in fields(LoadOptions)} == {*given, "allow_unverified", "verify_files"}
+    assert calls.found == (Path("models"), "tiny", 3)
+    assert calls.begun == (calls.bundle, "off"), "the process that begins early is of the same engine"
     invoke()
     assert calls.load == LoadOptions(), "without options the loader decides"
+
+
+def test_a_refused_engine_leaves_no_process(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins before the engine is checked; a supervisor that tries again would have one more each time."""
+    monkeypatch.setattr("castline.runtime.loader.plan_engine", Mock(side_effect=EngineError("not built for this host")))
+    with pytest.raises(EngineError, match="not built for this host"):
+        invoke()
+    calls.process.abandon.assert_called_once_with(calls.connection)
+    calls.process.load.assert_not_called()
 
 
 def test_serving_options_reach_the_server(calls: Calls) -> None:
@@ -204,8 +221,7 @@ def test_a_server_that_cannot_begin_leaves_no_engine(calls: Calls, monkeypatch: 
     monkeypatch.setattr("castline.server.app.serve", Mock(side_effect=EngineError("cannot listen")))
     with pytest.raises(EngineError, match="cannot listen"):
         invoke()
-    process, _ = calls.loading
-    process.kill.assert_called_once_with()
+    calls.process.kill.assert_called_once_with()
 
 
 def test_every_option_has_a_help_text() -> None:

@@ -17,7 +17,7 @@ from castline.plugins.cpu.library import library
 from castline.plugins.cpu.linear_model import serialise_embedding_model, serialise_linear_model
 from castline.plugins.linear import EmbeddingAttributes
 from castline.plugins.linear_reference import linear
-from castline.runtime.huge_pages import available
+from castline.runtime.huge_heap import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="this system gives no huge pages of 2 MiB")
 

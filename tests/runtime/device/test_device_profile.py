@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from castline.runtime.profile_options import ProfileOptions
 from castline.runtime.profiler import Profiler
-from castline.runtime.step_profile import ProfileOptions
 from castline.runtime.step_workload import StepShape, StepWorkload
 
 

@@ -8,7 +8,8 @@ from castline.engines.capacity import blocks_for
 from castline.engines.errors import EngineError
 from castline.engines.manifest import BundleFile, Manifest
 from castline.engines.memory_plan import HOST_POLICY
-from castline.runtime.loader import DEFAULT_DRAFTS, LoadOptions, reconcile_limits
+from castline.runtime.load_options import DEFAULT_DRAFTS, LoadOptions
+from castline.runtime.loader import reconcile_limits
 
 GIB = 1 << 30
 

@@ -14,7 +14,8 @@ from castline.engines.gpu import FoundGpu
 from castline.engines.manifest import DeviceMemory, Gpu, Manifest, read_manifest, write_manifest
 from castline.plugins.tensorrt.library import describe as gpu_plugin
 from castline.runtime import loader
-from castline.runtime.loader import LoadOptions, plan_engine
+from castline.runtime.load_options import LoadOptions
+from castline.runtime.loader import plan_engine
 
 
 @pytest.fixture
@@ -178,11 +179,13 @@ def test_the_tuners_threads_are_cut_to_the_hosts_cores(bundle: Path) -> None:
     ("module", "absent"),
     [
         ("castline.runtime.loader", {"onnxruntime", "numpy"}),
+        ("castline.commands.run", {"asyncio", "msgspec", "importlib.metadata"}),
         ("castline.runtime.engine_process", {"tokenizers", "jinja2", "asyncio"}),
     ],
 )
 def test_each_process_imports_only_its_half(module: str, absent: set[str]) -> None:
-    """Start-up time and resident memory: planning loads no inference library, the engine process no tokenizer."""
+    """Start-up time and resident memory: planning loads no inference library, the engine process no tokenizer, and
+    little comes before that process."""
     script = f"import sys, {module}; found = {absent!r} & set(sys.modules); assert not found, found"
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -201,7 +204,7 @@ def test_serving_imports_no_build_library(tiny_repository: Path) -> None:
 def test_huge_pages_are_a_choice(tiny_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights would be copied where nothing is gained by it, or where the user wants them shared."""
     for mode, given, used in (("auto", True, True), ("auto", False, False), ("off", True, False)):
-        monkeypatch.setattr(loader, "available", lambda given=given: given)
+        monkeypatch.setattr("castline.runtime.huge_heap.available", lambda given=given: given)
         assert plan_engine(tiny_repository, LoadOptions(huge_pages=mode)).huge_pages is used
     with pytest.raises(EngineError, match="--huge-pages 'on' is unknown: give auto or off"):
         plan_engine(tiny_repository, LoadOptions(huge_pages="on"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -20,8 +21,10 @@ from castline.engines.errors import EngineError
 from castline.engines.manifest import BundleFile, read_manifest, write_manifest
 from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.client import Phase
-from castline.runtime.engine_link import EngineLink, EngineProcess
-from castline.runtime.loader import LoadOptions, plan_engine
+from castline.runtime.engine_child import EngineProcess
+from castline.runtime.engine_link import EngineLink
+from castline.runtime.load_options import LoadOptions
+from castline.runtime.loader import plan_engine
 from castline.runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -218,9 +221,37 @@ def test_a_process_that_ends_at_once_is_told_of_and_cleared_away(
     plan = plan_engine(tiny_repository)
     before = open_files()
     with pytest.raises(EngineError, match="the engine process ended with status 1") as caught:
-        EngineProcess.load(plan)
+        EngineProcess.start(plan)
     assert not psutil.pid_exists(started[0])
     assert open_files() == before, f"{caught.value} still refers to what it met"
+
+
+@pytest.mark.parametrize(
+    ("manifest", "mode", "huge"),
+    [
+        ({"host": {"target": "cpu"}}, "auto", True),
+        ({"host": {"target": "cpu"}}, "off", False),
+        ({"host": {"target": "tensorrt"}}, "auto", False),
+        ({"host": []}, "auto", False),
+        ([], "auto", False),
+    ],
+)
+def test_a_process_that_begins_early_has_the_heap_that_its_engine_will_want(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: Any, mode: str, huge: bool
+) -> None:
+    """A heap cannot be chosen later. What cannot be read is the plan's to refuse, in words."""
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(EngineProcess, "spawn", lambda environment: given.append(environment))
+    monkeypatch.setattr("castline.runtime.huge_heap.available", lambda: True)
+    monkeypatch.setattr("castline.runtime.engine_child.environment", lambda outer: {**outer, "HEAP": "huge"})
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    (tmp_path / "engine.json").write_text(json.dumps(manifest))
+    EngineProcess.begin(tmp_path, mode)
+    assert ("HEAP" in given[0]) is huge
+    assert given[0]["OPENBLAS_NUM_THREADS"] == "3", "what the user sets prevails"
+    (tmp_path / "engine.json").write_text("{")
+    EngineProcess.begin(tmp_path, mode)
+    assert "HEAP" not in given[1]
 
 
 @pytest.mark.parametrize("where", ["the link", "the tokenizer"])
@@ -241,7 +272,7 @@ def test_a_start_that_fails_half_way_leaves_nothing(
         monkeypatch.setattr("castline.runtime.async_engine.load_tokenizer", no_tokenizer)
 
     async def scenario() -> None:
-        process, connection = EngineProcess.load(plan_engine(tiny_repository))
+        process, connection = EngineProcess.start(plan_engine(tiny_repository))
         with pytest.raises(OSError, match="no room"):
             await AsyncEngine.start(plan_engine(tiny_repository), loading=(process, connection))
         assert connection.fileno() == -1

@@ -18,12 +18,14 @@ from castline.engines.errors import EngineError
 from castline.plugins.cpu.operator_profile import read_profile
 from castline.runtime.async_engine import AsyncEngine
 from castline.runtime.core import EngineCore
-from castline.runtime.loader import LoadOptions, plan_engine
+from castline.runtime.load_options import LoadOptions
+from castline.runtime.loader import plan_engine
+from castline.runtime.profile_options import ProfileOptions
 from castline.runtime.profiler import Profiler
 from castline.runtime.request import Request
 from castline.runtime.sampling_params import SamplingParams
 from castline.runtime.startup import load_core
-from castline.runtime.step_profile import NO_MARKS, Phase, ProfileOptions
+from castline.runtime.step_profile import NO_MARKS, Phase
 
 IN_STEP = [str(phase) for phase in Phase if phase is not Phase.IDLE]
 
