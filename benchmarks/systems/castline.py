@@ -1,5 +1,6 @@
 """castline itself: a tuned bundle of the recipe's defaults, served by ``castline run``."""
 
+import compileall
 import functools
 import hashlib
 import shutil
@@ -22,6 +23,7 @@ from castline.runtime.stream_interval import FEW_REQUESTS, INTERVALS, MAX_SHARE
 CASTLINE = [sys.executable, "-m", "castline"]
 MODEL = "smollm2"
 BUILT_FROM = ("builder", "engines", "plugins")
+SERVED_FROM = ("castline", "engines", "plugins", "runtime", "server")
 SOURCES = (".py", ".cpp", ".h", ".so", ".txt")
 SPECULATION = "--speculation"
 
@@ -52,6 +54,7 @@ class Castline(System):
             command = [*CASTLINE, "build", "demo", "--name", MODEL, "--output", str(self.repository)]
             run(command, self.log("build"), "castline build demo")
             marker.write_text(digest)
+        compile_sources()
         manifest = self.manifest
         self.settings = {
             "recipe": manifest.precision.recipe,
@@ -113,6 +116,12 @@ def sources_digest() -> str:
     for path in files:
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def compile_sources() -> None:
+    """As pip compiles what it installs, the peers among it: a source tree may lie where nothing else ever does."""
+    for folder in SERVED_FROM:
+        compileall.compile_dir(ROOT / folder, quiet=2)
 
 
 def source_revision() -> str:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from benchmarks.machine import ABILITIES, FEATURES, CpuTimes, Machine
 from benchmarks.processes import Group, MemoryPiece, parse_memory
 from benchmarks.quality import Quality, compare, equal_or_better, of_logprobs
 from benchmarks.roofline import weight_bytes
+from benchmarks.systems.castline import SERVED_FROM, compile_sources
 from benchmarks.systems.llamacpp import KEPT_TILE_CONFIG, TILE_CONFIG, keep_tile_config
 from benchmarks.systems.vllm import prompt_logprobs
 
@@ -228,3 +230,14 @@ def test_tile_config_is_kept(tmp_path: Path) -> None:
     keep_tile_config(path)
     assert path.read_text() == f"a\n{KEPT_TILE_CONFIG}\nb\n"
     keep_tile_config(tmp_path / "missing.cpp")
+
+
+def test_what_is_served_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers are, by the installer: a source tree that is compiled with every start would take half as long again."""
+    monkeypatch.setattr("benchmarks.systems.castline.ROOT", tmp_path)
+    for folder in SERVED_FROM:
+        (tmp_path / folder / "inner").mkdir(parents=True)
+        (tmp_path / folder / "inner" / "module.py").write_text("x = 1\n")
+    compile_sources()
+    for folder in SERVED_FROM:
+        assert Path(cache_from_source(str(tmp_path / folder / "inner" / "module.py"))).is_file()
