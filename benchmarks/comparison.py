@@ -49,6 +49,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("serving_percent", "serving process ÷ engine process, CPU time", "%", False),
     ),
     "X4": (Metric("idle_percent", "both processes, of a core", "%", False),),
+    "X5": (Metric("outside_percent", "outside the executor", "%", False),),
 }
 """Of each workload; by the first, guessing ahead is shown."""
 
@@ -112,6 +113,8 @@ ROOFLINE_SHARE = 0.8
 QUEUE_COST = 0.05
 SERVING_PERCENT = 5.0
 """Of the engine's processor time: the serving process's, at 64 streams."""
+OUTSIDE_PERCENT = {32: 3.0, 1: 5.0}
+"""By sequences: what the engine may spend outside the executor of its time."""
 
 
 def better(metric: Metric, one: float, other: float) -> bool:

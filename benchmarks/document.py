@@ -76,6 +76,8 @@ in fp32 on the 1,212 tokens of `builder/data/verify.txt`, and then runs the roun
   of several passes; the faster of the two is what that round's rate is held against.
 - X3 and X4 read the processor time of castline's serving process and of its engine process, which the system counts in
   hundredths of a second. The load comes from another process, over 64 connections (HTTP) or one (gRPC).
+- X5 reads `/metrics` before and after: the time in which the engine had work, and that of its forward passes. Sampled
+  is with temperature 0.8 and top-p 0.95; prompts are English text, the same ones greedily.
 - Quality is equal where a peer's mean KL is at most 1.1 times castline's; of a peer that gives no logits, where its
   perplexity is at most 1.002 times castline's.
 """

@@ -21,6 +21,14 @@ class CpuUse:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineTime:
+    """Seconds in which castline's engine had work, and those of them that were forward passes."""
+
+    busy: float
+    executor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a job. Times are seconds of one clock."""
 
@@ -28,7 +36,8 @@ class Outcome:
     records: tuple[RequestRecord, ...]
     late: RequestRecord | None = None
     cpu: CpuUse | None = None
-    """Of castline alone."""
+    """Of castline alone, as is the next."""
+    engine: EngineTime | None = None
 
     @property
     def seconds(self) -> float:
@@ -120,6 +129,13 @@ def serving_figures(outcome: Outcome) -> Figures:
     }
 
 
+def step_figures(outcome: Outcome) -> Figures:
+    """Of the engine's time, prompts' steps among it, what was not spent in forward passes."""
+    if outcome.engine is None or outcome.engine.busy <= 0:
+        raise JobFailed("the time that its engine had work is not known")
+    return {"outside_percent": (1 - outcome.engine.executor / outcome.engine.busy) * 100}
+
+
 BY_WORKLOAD: dict[str, Callable[[Outcome], Figures]] = {
     "W1": stream_figures,
     "W2": throughput_figures,
@@ -130,6 +146,7 @@ BY_WORKLOAD: dict[str, Callable[[Outcome], Figures]] = {
     "X1": throughput_figures,
     "X2": stream_figures,
     "X3": serving_figures,
+    "X5": step_figures,
 }
 
 

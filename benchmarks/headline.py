@@ -4,6 +4,7 @@ from benchmarks.bandwidth import LARGE_BYTES, SMALL_BYTES, Roofline
 from benchmarks.comparison import (
     GAP_LIMIT,
     METRICS,
+    OUTSIDE_PERCENT,
     QUEUE_COST,
     ROOFLINE_SHARE,
     SERVING_PERCENT,
@@ -64,7 +65,8 @@ def _target_row(results: Results, target: Target) -> list[str] | None:
 
 def castline_alone(results: Results) -> str:
     """What castline is held to without a peer; empty where nothing of it was measured."""
-    rows = [*_gap_rows(results), *_queue_rows(results), *_serving_rows(results), *_bandwidth_rows(results)]
+    parts = (_gap_rows, _queue_rows, _serving_rows, _step_rows, _bandwidth_rows)
+    rows = [row for part in parts for row in part(results)]
     if not rows:
         return ""
     quality = results.system(CASTLINE).quality
@@ -102,6 +104,17 @@ def _serving_rows(results: Results) -> list[list[str]]:
             what = f"64 streams over {door}: CPU time of the serving process ÷ the engine's, %"
             held = _held(percent.median <= SERVING_PERCENT)
             rows.append([what, _spread(results, percent), f"≤ {SERVING_PERCENT:g}", held])
+    return rows
+
+
+def _step_rows(results: Results) -> list[list[str]]:
+    rows = []
+    for count, limit in OUTSIDE_PERCENT.items():
+        for how in ("greedy", "sampled"):
+            percent = results.spreads(f"X5@{count} {how}", "outside_percent").get(CASTLINE)
+            if percent is not None:
+                what = f"{how}, {count} at a time: time of the engine outside the executor, %"
+                rows.append([what, _spread(results, percent), f"≤ {limit:g}", _held(percent.median <= limit)])
     return rows
 
 

@@ -22,7 +22,7 @@ from benchmarks.errors import JobFailed, Unavailable
 from benchmarks.figures import Outcome
 from benchmarks.processes import Group
 from benchmarks.settings import ROOT
-from benchmarks.workloads import Job, Request
+from benchmarks.workloads import SAMPLING, Job, Request
 from castline.server.bench.client import Client, RequestRecord
 from castline.server.bench.connection import allow_connections
 from castline.server.bench.loops import Trace, closed_loop
@@ -141,7 +141,7 @@ async def _load(url: str, model: str, job: Job, limit_s: float) -> Outcome:
     clock = asyncio.get_running_loop().time
     allow_connections(job.concurrency + 1)
     client = Client(url, None, limit_s)
-    options = BodyOptions(model, "completions")
+    options = BodyOptions(model, "completions", *(SAMPLING if job.sampled else ()))
     received = [0] * len(job.requests)
     all_are_on = asyncio.Event()
 
@@ -220,7 +220,8 @@ def driver_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def job_fields(job: Job, limit_s: float) -> dict[str, Any]:
-    """A job as `benchmarks.drivers.protocol` has it."""
+    """A job as `benchmarks.drivers.protocol` has it, which knows no sampling."""
+    assert not job.sampled
     return {
         "requests": [[list(request.prompt), request.max_tokens] for request in job.requests],
         "concurrency": job.concurrency,

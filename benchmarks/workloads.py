@@ -19,6 +19,8 @@ CONCURRENCIES = (1, 4, 8, 16, 32, 64)
 SHARED_TOKENS = 1000
 LONG_TOKENS = 4000
 PREFILL_TOKENS = 2048
+SAMPLING = (0.8, 0.95)
+"""Temperature and top-p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,8 @@ class Request:
 class Job:
     """A closed loop of *concurrency* over the requests, in order.
 
-    With ``late``: that request starts, beside the others, once each of them has ``late_after`` tokens. ``door`` is for
-    castline's own cells: what is measured beside peers goes over HTTP.
+    With ``late``: that request starts, beside the others, once each of them has ``late_after`` tokens. ``door`` and
+    ``sampled`` are for castline's own cells: what is measured beside peers goes over HTTP, and is greedy.
     """
 
     requests: tuple[Request, ...]
@@ -40,6 +42,8 @@ class Job:
     late: Request | None = None
     late_after: int = 0
     door: Door = "http"
+    sampled: bool = False
+    """As SAMPLING says; over HTTP only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,20 @@ def many_streams(door: Door) -> Callable[[Draw], Job]:
     return job
 
 
+def text_streams(concurrency: int, *, sampled: bool) -> Callable[[Draw], Job]:
+    """English text, whose next tokens are as likely as those that users draw from; drawn or not, the same prompts."""
+
+    def job(draw: Draw) -> Job:
+        rng, requests = draw.rng(f"X5@{concurrency}"), list[Request]()
+        for _ in range(max(concurrency, draw.count(3, 1))):
+            text = rng.choice(draw.texts)
+            begin = rng.randrange(len(text) - 30)
+            requests.append(Request(text[begin : begin + 30], draw.count(160, 32)))
+        return Job(tuple(requests), concurrency, sampled=sampled)
+
+    return job
+
+
 BATCHING: frozenset[Need] = frozenset({"batching"})
 PREFIX: frozenset[Need] = frozenset({"prefix_cache"})
 CASTLINE: frozenset[Need] = frozenset({"castline"})
@@ -171,6 +189,17 @@ CELLS: tuple[Cell, ...] = (
     Cell("X3 HTTP", "X3", "64 streams, 30 → 160: what serving costs over HTTP", many_streams("http"), CASTLINE),
     Cell("X3 gRPC", "X3", "64 streams, 30 → 160: what serving costs over gRPC", many_streams("grpc"), CASTLINE),
     Cell("X4", "X4", "an idle server, after X3", needs=CASTLINE),
+    *(
+        Cell(
+            f"X5@{n} {how}",
+            "X5",
+            f"30 → 160, {n} at a time, {how}: what steps are beside their forward passes",
+            text_streams(n, sampled=how == "sampled"),
+            CASTLINE,
+        )
+        for n in (1, 32)
+        for how in ("greedy", "sampled")
+    ),
 )
 AFTER = {"W8": "W1", "X4": "X3"}
 """What is measured of a system that has done some work, and that work."""

@@ -79,6 +79,10 @@ class Stats:
     """Tokens guessed ahead and put to the model."""
     spec_accepted_tokens: int = 0
     """Those of them that the model chose too."""
+    busy_s: float = 0.0
+    """Seconds in which an engine loop had work."""
+    executor_s: float = 0.0
+    """Seconds of forward passes that succeeded; where the device samples, of waiting for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,13 +64,14 @@ class EngineCore:
         self._clock = clock
         self._marks = marks
         self._runner: StepRunner
+        counters = self.scheduler.counters
         sequences = SequenceSampler(sampler, self.scheduler)
         if isinstance(executor, DeviceExecutor):
             assert speculation is None, "a device that samples is given no guesses to check"
-            device = DeviceRunner(executor, sequences, limits.block_size, marks)
+            device = DeviceRunner(executor, sequences, limits.block_size, marks, clock, counters)
             self._runner = RunAhead(device, self.scheduler, marks)
         else:
-            self._runner = HostRunner(executor, sequences, limits.block_size, marks, clock, speculation)
+            self._runner = HostRunner(executor, sequences, limits.block_size, marks, clock, counters, speculation)
         self.report_interval = 1
         """Tokens of a continuation that make an event, but for its first event and its last."""
         self._events: list[SequenceEvent] = []
@@ -141,6 +142,7 @@ class EngineCore:
             steps=counters.steps,
             spec_drafted_tokens=counters.spec_drafted_tokens,
             spec_accepted_tokens=counters.spec_accepted_tokens,
+            executor_s=counters.executor_s,
         )
 
     # One step

@@ -1,4 +1,4 @@
-"""What the scheduler has counted since start; see castline.runtime.client.Stats."""
+"""What the engine core has counted since start; see castline.runtime.client.Stats."""
 
 from dataclasses import dataclass
 
@@ -13,3 +13,4 @@ class Counters:
     steps: int = 0
     spec_drafted_tokens: int = 0
     spec_accepted_tokens: int = 0
+    executor_s: float = 0.0

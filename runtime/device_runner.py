@@ -5,6 +5,7 @@ position: the one that the host would use. The host gets the logits of the other
 them, and of prompts that are to be reported, and samples as ever.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from castline.plugins.cpu.sampling import NO_TOKEN
 from castline.runtime.batch import StepBatch, build_batch
+from castline.runtime.counters import Counters
 from castline.runtime.device_executor import DeviceExecutor, DeviceStep
 from castline.runtime.plan import StepPlan
 from castline.runtime.sampler_api import UNSOUND_LOGITS, BrokenLogits
@@ -34,11 +36,21 @@ class StepInFlight:
 
 
 class DeviceRunner:
-    def __init__(self, executor: DeviceExecutor, sampler: SequenceSampler, block_size: int, marks: StepMarks) -> None:
+    def __init__(
+        self,
+        executor: DeviceExecutor,
+        sampler: SequenceSampler,
+        block_size: int,
+        marks: StepMarks,
+        clock: Callable[[], float],
+        counters: Counters,
+    ) -> None:
         self._executor = executor
         self._sampler = sampler
         self._block_size = block_size
         self._marks = marks
+        self._clock = clock
+        self._counters = counters
 
     def begin(self, plan: StepPlan, after: StepInFlight | None = None) -> StepInFlight:
         """Submits *plan*, which guesses nothing. Raises what the sampler and the device raise.
@@ -72,7 +84,9 @@ class DeviceRunner:
 
         Sequences that have ended since it was begun get nothing.
         """
+        begin = self._clock()
         output = self._executor.collect(step.ticket)
+        self._counters.executor_s += self._clock() - begin
         self._marks.mark(Phase.EXECUTOR)
         split = len(step.hosted)
         first_prompt_row = len(step.batch.sample_seq_ids)

@@ -7,6 +7,7 @@ interpreter lock while a step wants it.
 import select
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic
 from typing import Final
 
@@ -77,11 +78,15 @@ def run_engine_loop(
 ) -> None:
     """Steps *core* until a Stop command. Raises Disconnected when the other side is gone, and what a step raises."""
     marks = profiler or NO_MARKS
-    next_stats = clock()
+    next_stats = since = clock()
+    busy_s = 0.0  # until the loop last fell idle; it has had work again *since*
     while True:
         idle = not core.has_work
+        if idle:
+            busy_s += clock() - since
         commands = link.receive(wait=idle)
         if idle:
+            since = clock()
             marks.mark(Phase.IDLE)
         for command in commands:
             if isinstance(command, Add):
@@ -99,7 +104,8 @@ def run_engine_loop(
         if core.has_work:
             events, stats = core.step(), None
             if (now := clock()) >= next_stats or not core.has_work:
-                stats, next_stats = core.stats(), now + STATS_PERIOD_S
+                stats = replace(core.stats(), busy_s=busy_s + now - since)
+                next_stats = now + STATS_PERIOD_S
             if events or stats:
                 link.send(StepDone(events, stats))
             marks.mark(Phase.SEND)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from castline.plugins.contract import StepTensors
+from castline.runtime.counters import Counters
 from castline.runtime.executor import Executor
 from castline.runtime.packer import StepPacker
 from castline.runtime.plan import StepPlan
@@ -27,6 +28,7 @@ class HostRunner:
         block_size: int,
         marks: StepMarks,
         clock: Callable[[], float],
+        counters: Counters,
         speculation: Speculation | None,
     ) -> None:
         """*speculation*, where there is one, hears what steps cost."""
@@ -35,6 +37,7 @@ class HostRunner:
         self._packer = StepPacker(block_size)
         self._marks = marks
         self._clock = clock
+        self._counters = counters
         self._speculation = speculation
 
     def adopt(self) -> StepPlan | None:
@@ -56,9 +59,10 @@ class HostRunner:
         return StepResult(samples, prompt_logprobs)
 
     def _execute(self, tensors: StepTensors) -> NDArray[np.float32]:
-        if self._speculation is None:
-            return self._executor.execute(tensors)
         begin = self._clock()
         logits = self._executor.execute(tensors)
-        self._speculation.costs.observe(len(tensors.input_ids), self._clock() - begin)
+        seconds = self._clock() - begin
+        self._counters.executor_s += seconds
+        if self._speculation is not None:
+            self._speculation.costs.observe(len(tensors.input_ids), seconds)
         return logits

@@ -33,6 +33,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("engine_steps", "Forward passes.", lambda s: s.steps),
     ("spec_drafted_tokens", "Tokens guessed ahead and put to the model.", lambda s: s.spec_drafted_tokens),
     ("spec_accepted_tokens", "Guessed tokens that the model chose too.", lambda s: s.spec_accepted_tokens),
+    ("engine_busy_seconds", "Time in which the engine had work.", lambda s: s.busy_s),
+    ("executor_seconds", "Time of forward passes, within engine_busy_seconds.", lambda s: s.executor_s),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),

@@ -27,7 +27,7 @@ class Prepared:
 async def prepare(client: Client, settings: Settings) -> Prepared:
     """Raises BenchError, with the cure, where the server cannot be measured as asked."""
     model = settings.model or await first_model(client)
-    options = BodyOptions(model, settings.endpoint, settings.temperature, settings.ignore_eos)
+    options = BodyOptions(model, settings.endpoint, settings.temperature, ignore_eos=settings.ignore_eos)
     options, short = await _negotiate(client, options, settings.seed)
     if settings.dataset is not None or short.prompt_tokens is None:
         return Prepared(options, Calibration())

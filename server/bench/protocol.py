@@ -27,6 +27,7 @@ class BodyOptions:
     model: str
     endpoint: Endpoint
     temperature: float = 0.0
+    top_p: float = 1.0
     ignore_eos: bool = True
     include_usage: bool = True
 
@@ -39,6 +40,8 @@ def encode_body(spec: RequestSpec, options: BodyOptions) -> bytes:
     else:
         body["prompt"] = spec.prompt
     body |= {"max_tokens": spec.max_tokens, "temperature": options.temperature, "stream": True}
+    if options.top_p != 1:
+        body["top_p"] = options.top_p
     if options.ignore_eos:
         body["ignore_eos"] = True
     if options.include_usage:

@@ -35,6 +35,9 @@ def results(make_results: MakeResults) -> Results:
             ("X1@256", "castline", "output_tok_s"): [900.0],
             ("X3 HTTP", "castline", "serving_percent"): [3.0, 4.0],
             ("X3 gRPC", "castline", "serving_percent"): [6.0],
+            ("X5@1 greedy", "castline", "outside_percent"): [4.5, 4.9],
+            ("X5@32 greedy", "castline", "outside_percent"): [3.1],
+            ("X5@32 sampled", "castline", "outside_percent"): [2.5],
         },
     )
 
@@ -71,6 +74,13 @@ def test_own_targets(results: Results) -> None:
     assert "is computed ÷ the median gap meanwhile | 2.5 (2…2.6) | ≤ 3 | held |" in text
     assert "is computed ÷ the median gap before and after | 9 (8…12) | – | shown, not judged |" in text
     assert "over HTTP: CPU time of the serving process ÷ the engine's, % | 3.5 (3…4, 2 rounds) | ≤ 5 | held |" in text
+    assert (
+        "| greedy, 1 at a time: time of the engine outside the executor, % | 4.7 (4.5…4.9, 2 rounds) | ≤ 5 | held"
+        in text
+    )
+    assert "| greedy, 32 at a time: time of the engine outside the executor, % | 3.1 (1 round) | ≤ 3 | short |" in text
+    assert "| sampled, 32 at a time: time of the engine outside the executor, % | 2.5 (1 round) | ≤ 3 | held |" in text
+    assert "sampled, 1 at a time" not in text
     assert "over gRPC: CPU time of the serving process ÷ the engine's, % | 6 (1 round) | ≤ 5 | short |" in text
 
 

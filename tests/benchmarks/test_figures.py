@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.errors import JobFailed
-from benchmarks.figures import CpuUse, Outcome, figures_of, long_prompt_figures, require_complete
+from benchmarks.figures import CpuUse, EngineTime, Outcome, figures_of, long_prompt_figures, require_complete
 from benchmarks.workloads import CELLS
 from castline.server.bench.client import Failure, RequestRecord
 
@@ -55,6 +55,15 @@ def test_serving_cost_needs_the_engine_process() -> None:
     outcome = Outcome(0.0, (record(0, 0.0, 1.0, (0.1,)),), cpu=CpuUse(serving=0.1, engine=0.0))
     with pytest.raises(JobFailed, match="engine process is not known"):
         figures_of(BY_NAME["X3 HTTP"], outcome)
+
+
+def test_time_outside_the_executor_is_a_share_of_all_that_the_engine_worked() -> None:
+    records = (record(0, 0.0, 1.0, (0.1,)),)
+    figures = figures_of(BY_NAME["X5@32 greedy"], Outcome(0.0, records, engine=EngineTime(busy=2.0, executor=1.95)))
+    assert figures == pytest.approx({"outside_percent": 2.5})
+    for nothing in (None, EngineTime(0.0, 0.0)):
+        with pytest.raises(JobFailed, match="engine had work is not known"):
+            figures_of(BY_NAME["X5@1 sampled"], Outcome(0.0, records, engine=nothing))
 
 
 def test_long_prompt_sees_only_its_window() -> None:

@@ -100,9 +100,19 @@ def test_doors_are_given_the_same_amount_of_work() -> None:
 
 
 @pytest.mark.parametrize("cell", [cell for cell in JOBS if "castline" not in cell.needs], ids=lambda cell: cell.name)
-def test_peers_are_asked_over_http(cell: Cell) -> None:
-    """Only castline has the other door."""
+def test_peers_are_asked_over_http_and_greedily(cell: Cell) -> None:
+    """Only castline has the other door, and drivers know no sampling."""
     assert job_of(cell.name).door == "http"
+    assert not job_of(cell.name).sampled
+
+
+@pytest.mark.parametrize("count", [1, 32])
+def test_drawn_or_not_the_prompts_are_the_same(count: int) -> None:
+    greedy, sampled = job_of(f"X5@{count} greedy"), job_of(f"X5@{count} sampled")
+    assert greedy.requests == sampled.requests
+    assert greedy.concurrency == sampled.concurrency == count
+    assert (greedy.sampled, sampled.sampled) == (False, True)
+    assert all(len(request.prompt) == 30 for request in greedy.requests)
 
 
 def test_cells_of_a_workload() -> None:
@@ -110,4 +120,6 @@ def test_cells_of_a_workload() -> None:
     assert [cell.name for cell in cells_of(["W8"])] == ["W1", "W8"]
     assert [cell.name for cell in cells_of(["X4"])] == ["X3 HTTP", "X3 gRPC", "X4"]
     assert [cell.name for cell in cells_of(["W6"])] == ["W6"]
+    both = ["X5@1 greedy", "X5@1 sampled", "X5@32 greedy", "X5@32 sampled"]
+    assert [cell.name for cell in cells_of(["X5"])] == both
     assert cells_of(WORKLOADS) == list(CELLS)

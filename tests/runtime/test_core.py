@@ -34,6 +34,17 @@ def test_queue_time_ends_with_the_first_step_of_a_request(make_engine):
     assert [event.queue_s is not None for event in engine.events] == [True, False, True, False]
 
 
+def test_forward_passes_are_timed(make_engine):
+    """What an engine spends beside them is told from the rest: /metrics has both."""
+    engine = make_engine(max_num_batched_tokens=4)
+    engine.executor.fail = lambda _: setattr(engine.clock, "now", engine.clock.now + 0.25)
+    engine.add("r", range(6), max_tokens=3)
+    while engine.core.has_work:
+        engine.clock.now += 10
+        engine.step()
+    assert engine.core.stats().executor_s == 0.25 * 4
+
+
 def test_no_logprobs_unless_asked(make_engine):
     """An empty list would read as log-probabilities that got lost."""
     engine = make_engine()

@@ -20,6 +20,8 @@ COUNTERS = [
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
     "num_preemptions_total",
+    "engine_busy_seconds_total",
+    "executor_seconds_total",
 ]
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
 HISTOGRAMS = [
@@ -87,6 +89,13 @@ def test_series_do_not_appear_later_and_counters_only_grow(app: Any) -> None:
     assert after["inter_token_latency_seconds_count"] == tokens - 2
     assert after["request_generation_tokens_sum"] == tokens
     assert after["request_prompt_tokens_count"] == 1
+
+
+def test_the_engines_time_is_told() -> None:
+    """Prevents two series that are always there and always 0."""
+    metrics = Metrics(lambda: Stats(busy_s=12.5, executor_s=12.25), lambda: 1, "m")
+    found = series(generate_latest(metrics.registry).decode())
+    assert (found["engine_busy_seconds_total"], found["executor_seconds_total"]) == (12.5, 12.25)
 
 
 def test_both_transports_are_counted(app: Any) -> None:

@@ -247,3 +247,15 @@ def test_deadlines_with_a_step_in_flight(make_device_engine, eager):
     assert engine.tokens("long") == engine.expected("long", 30)
     assert engine.device.num_steps == 30, "no step was thrown away"
     engine.assert_forgotten()
+
+
+def test_waiting_for_the_device_is_timed(make_device_engine):
+    """A device that samples has its forward pass while the host goes on: what the host waits for is what is left."""
+    engine = make_device_engine()
+    engine.executor.fail = lambda _: setattr(
+        engine.clock, "now", engine.clock.now + 0.25
+    )  # a step runs when waited for
+    engine.add("r", range(6), max_tokens=3)
+    while engine.core.has_work:
+        engine.step()
+    assert engine.core.stats().executor_s == 0.25 * engine.device.num_steps > 0

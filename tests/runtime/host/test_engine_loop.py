@@ -116,7 +116,7 @@ def test_one_report_a_step_until_the_work_is_done(loop: Loop) -> None:
 
 def test_statistics_are_reported_now_and_then_and_at_the_end() -> None:
     """Counted anew for every token they cost more than a step has to give; left out at the end they stay wrong."""
-    times = iter([0.0, 0.01, 0.09, 0.1, 0.12, 0.19, 0.21, 0.215])
+    times = iter([0.0, 0.0, 0.0, 0.01, 0.09, 0.1, 0.12, 0.19, 0.21, 0.215, 0.216])
     running = Loop(clock=lambda: next(times))
     running.send(Add(request("a", 7)))
     reports = [running.report() for _ in range(7)]
@@ -125,9 +125,23 @@ def test_statistics_are_reported_now_and_then_and_at_the_end() -> None:
     running.join()
 
 
+def test_time_without_work_is_not_counted() -> None:
+    """Prevents an engine that looks busy because nobody asks it anything; what follows a last report is in the next."""
+    begun, asked, steps, said = 0.0, 5.0, [5.25, 5.5], 5.75
+    times = iter([begun, begun, asked, *steps, said, 100.0, 100.5, 101.0])
+    running = Loop(clock=lambda: next(times))
+    running.send(Add(request("a", 2)))
+    reports = [running.report() for _ in range(2)]
+    assert [r.stats.busy_s for r in reports] == [0.25, 0.5]
+    running.send(Add(request("b", 1)))
+    assert running.report().stats.busy_s == 0.75 + 0.5
+    running.ours.close()
+    running.join()
+
+
 def test_a_step_that_says_nothing_is_not_reported() -> None:
     """Prevents a wake-up of the serving process for every step, and one that never hears that steps go on."""
-    times = iter([0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.12, 0.13, 0.14])
+    times = iter([0.0, 0.0, 0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.12, 0.13, 0.14, 0.15])
     running = Loop(clock=lambda: next(times))
     running.send(Pace(4), Add(request("a", 8)))
     reports = [running.report() for _ in range(4)]

@@ -121,6 +121,8 @@ def test_bodies() -> None:
     spec = RequestSpec(5, "one two")
     plain = json.loads(encode_body(spec, BodyOptions("m", "completions", ignore_eos=False, include_usage=False)))
     assert plain == {"model": "m", "prompt": "one two", "max_tokens": 5, "temperature": 0.0, "stream": True}
+    assert "top_p" not in plain
+    assert json.loads(encode_body(spec, BodyOptions("m", "completions", top_p=0.9)))["top_p"] == 0.9
     chat = json.loads(encode_body(spec, BodyOptions("m", "chat", 0.7)))
     assert chat["messages"] == [{"role": "user", "content": "one two"}]
     assert (chat["ignore_eos"], chat["stream_options"], chat["temperature"]) == (True, {"include_usage": True}, 0.7)
