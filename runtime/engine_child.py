@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _KILLED_S: Final = 2.0
 """What the system may take to clear away a process that was killed."""
+_OF_THE_GROUP: Final = (signal.SIGINT, signal.SIGTERM)
+"""What a terminal or a supervisor sends to every process of a server. The process is born with them blocked, for it
+cannot ignore them before it runs."""
 _QUIET: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """What NumPy's products would run on: threads that spin while a process starts, for what no engine computes."""
 
@@ -35,6 +38,7 @@ class EngineProcess:
         """Starts a process that waits for Load on the other end of the socket returned."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "castline.runtime.engine_process", str(theirs.fileno())]
+        outer = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_GROUP)
         try:
             with theirs:
                 process = subprocess.Popen(
@@ -43,6 +47,8 @@ class EngineProcess:
         except BaseException:
             ours.close()
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, outer)
         return cls(process), ours
 
     @classmethod

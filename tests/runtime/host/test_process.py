@@ -191,6 +191,25 @@ def test_a_model_of_another_vocabulary_is_refused(tiny_repository: Path, tmp_pat
     run(scenario)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_group_is_the_servers(tiny_repository: Path, number: signal.Signals) -> None:
+    """Ctrl-C while it still imports: a traceback of the child beside the server's own word, or no drain at all."""
+
+    async def scenario() -> None:
+        plan = plan_engine(tiny_repository)
+        process, connection = EngineProcess.begin(plan.bundle, "off")
+        os.kill(process.pid, number)
+        process.load(connection, plan)
+        engine = await AsyncEngine.start(plan, loading=(process, connection))
+        os.kill(process.pid, number)
+        assert len(await tokens(engine, "prompt")) == 16
+        await engine.drain(5)
+
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    run(scenario)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask, "the server's own are as they were"
+
+
 def open_files() -> int:
     return psutil.Process().num_fds()
 
