@@ -114,7 +114,7 @@ QUEUE_COST = 0.05
 SERVING_PERCENT = 5.0
 """Of the engine's processor time: the serving process's, at 64 streams."""
 OUTSIDE_PERCENT = {32: 3.0, 1: 5.0}
-"""By sequences: what the engine may spend outside the executor of its time."""
+"""Of the engine's time: what may pass outside the executor, by the sequences that decode at a time."""
 
 
 def better(metric: Metric, one: float, other: float) -> bool:

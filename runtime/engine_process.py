@@ -1,8 +1,9 @@
 """The engine process: ``python -m castline.runtime.engine_process FD`` loads one engine and runs its loop.
 
 FD is a stream socket to the serving process. The first command is Load; the answer is Ready, or Failed with the reason.
-The process ends when told to, or when the socket closes: an engine never outlives its server. It ignores SIGINT and
-SIGTERM, which a terminal or a supervisor sends to the whole group: the server drains first, then stops the engine.
+The process ends when told to, or when the socket closes: an engine never outlives its server. SIGINT and SIGTERM, which
+a terminal or a supervisor sends to the whole group, are blocked from its birth (`castline.runtime.engine_child`): the
+server drains first, then stops the engine.
 """
 
 import ctypes
@@ -76,8 +77,6 @@ def _end_with_parent() -> None:
 def main() -> None:
     _end_with_parent()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(serve(CommandSocket(socket.socket(fileno=int(sys.argv[1])))))
 
 

@@ -46,12 +46,16 @@ class EnginePlan:
 
 
 def plan_engine(repository: Path | str, options: LoadOptions | None = None) -> EnginePlan:
-    """Finds the bundle, checks it against this host, and reconciles the limits.
+    """As `plan_bundle`, for the bundle that *options* name in *repository*."""
+    options = options or LoadOptions()
+    return plan_bundle(find_bundle(Path(repository), options.model, options.version), options)
+
+
+def plan_bundle(bundle: Path, options: LoadOptions) -> EnginePlan:
+    """Checks a bundle against this host, and reconciles the limits.
 
     Raises EngineError (ManifestMismatch where the bundle was built for another host), naming field, limit and cure.
     """
-    options = options or LoadOptions()
-    bundle = find_bundle(Path(repository), options.model, options.version)
     manifest = read_manifest(bundle)
     gpu = None if manifest.host.target == "cpu" else detect_gpu()
     host = _host_for(manifest, gpu)

@@ -31,7 +31,7 @@ def load_core(
 ) -> tuple[EngineCore, CpuExecutor | DeviceExecutor]:
     """Loads the bundle, warms it up, and gives a core with nothing in it. The caller closes core, then executor.
 
-    The bundle was checked by `castline.runtime.loader.plan_engine`; *marks* hears of every step; *huge_pages*: a cpu
+    The bundle was checked by `castline.runtime.loader.plan_bundle`; *marks* hears of every step; *huge_pages*: a cpu
     engine gets them in the background (`castline.runtime.huge_pages`). Raises EngineError.
     """
     manifest = read_manifest(bundle)
@@ -76,8 +76,8 @@ def _load_gpu(bundle: Path, manifest: Manifest, limits: EffectiveLimits) -> Devi
 def warm_up(executor: RehearsingExecutor, limits: EffectiveLimits) -> None:
     """Runs the smallest step, a decode at the longest context and a short prompt, and rehearses the largest step.
 
-    After these no step compiles, plans or first touches anything, and nothing is written to the pool. A CPU's largest
-    step takes as long the first time as the second, a third of the start.
+    After these no step compiles or plans anything, and the largest finds its memory there; nothing is written to the
+    pool. A CPU's largest step takes as long the first time as the second, and took a quarter of a start.
     """
     *steps, largest = _spanning_steps(limits)
     prompt = _idle_step([min(PROMPT_TOKENS, len(largest.input_ids), limits.max_model_len)], 0, limits.block_size)

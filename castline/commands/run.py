@@ -142,13 +142,13 @@ def command(
     begin = perf_counter()
     _configure_logging(log_level)
     # The engine's process begins first, and each imports on a core of its own; nothing else here is imported before it.
-    process, connection = EngineProcess.begin(
-        find_bundle(repository, load["model"], load["version"]), load["huge_pages"]
-    )
+    asked = LoadOptions(**load)
+    bundle = find_bundle(repository, asked.model, asked.version)
+    process, connection = EngineProcess.begin(bundle, asked.huge_pages)
     try:
-        from castline.runtime.loader import plan_engine
+        from castline.runtime.loader import plan_bundle
 
-        plan = plan_engine(repository, LoadOptions(**load))
+        plan = plan_bundle(bundle, asked)
         profiling = None if profile is None else ProfileOptions.into(profile, profile_steps)
         name = served_model_name or _model_name(plan)
         options = ServerOptions(host, http_port, grpc_port, name, drain_timeout, stream_interval)
@@ -168,7 +168,7 @@ def command(
     def on_listening(endpoints: Endpoints) -> None:
         _print_plan(plan, name)
         if plan.manifest.host.target == "cpu":
-            click.echo(f"huge pages: {_huge_pages(plan, load['huge_pages'])}")
+            click.echo(f"huge pages: {_huge_pages(plan, asked.huge_pages)}")
         click.echo(f"listening: {endpoints.http} {endpoints.grpc}")
 
     def on_ready(model: "ServedModel", endpoints: Endpoints) -> None:

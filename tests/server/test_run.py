@@ -32,9 +32,10 @@ class Calls:
         self.load = LoadOptions()
         self.server = ServerOptions()
 
-    def plan_engine(self, repository: Path, options: LoadOptions) -> EnginePlan:
+    def plan_bundle(self, bundle: Path, options: LoadOptions) -> EnginePlan:
+        assert bundle == self.bundle
         self.load = options
-        return EnginePlan(self.bundle, self.engine.manifest, self.engine.limits, KvCapacity(256, 16, 1 << 20, 4096), 2)
+        return EnginePlan(bundle, self.engine.manifest, self.engine.limits, KvCapacity(256, 16, 1 << 20, 4096), 2)
 
     async def serve(self, open_engine: Any, options: ServerOptions, *, on_listening: Any, on_ready: Any) -> None:
         self.server = options
@@ -84,7 +85,7 @@ class Calls:
 def calls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls(engine)
     monkeypatch.setattr(run, "find_bundle", calls.find_bundle)
-    monkeypatch.setattr("castline.runtime.loader.plan_engine", calls.plan_engine)
+    monkeypatch.setattr("castline.runtime.loader.plan_bundle", calls.plan_bundle)
     monkeypatch.setattr("castline.server.app.serve", calls.serve)
     monkeypatch.setattr("castline.runtime.engine_child.EngineProcess.begin", calls.begin)
     return calls
@@ -124,7 +125,7 @@ def test_every_loading_option_reaches_the_loader(calls: Calls) -> None:
 
 def test_a_refused_engine_leaves_no_process(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins before the engine is checked; a supervisor that tries again would have one more each time."""
-    monkeypatch.setattr("castline.runtime.loader.plan_engine", Mock(side_effect=EngineError("not built for this host")))
+    monkeypatch.setattr("castline.runtime.loader.plan_bundle", Mock(side_effect=EngineError("not built for this host")))
     with pytest.raises(EngineError, match="not built for this host"):
         invoke()
     calls.process.abandon.assert_called_once_with(calls.connection)
