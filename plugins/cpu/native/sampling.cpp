@@ -8,6 +8,7 @@
 #include <math.h>
 
 #include <algorithm>
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -37,8 +38,9 @@ const SamplingKernels* select_sampling() {
 
 namespace {
 
-// Tokens of the rows that are passed over: with fewer, waking another thread costs more than it saves.
-constexpr int64_t kTokensWorthHelp = 3 << 18;
+// What must be left to do for another thread to be woken: with less, that costs more than it saves.
+constexpr std::chrono::microseconds kWorthHelp(250);
+constexpr int64_t kRowsTried = 4;  // one row takes up to fifty times what another takes
 constexpr int64_t kRowsAhead = 2;  // whose maxima are fetched
 constexpr int kFirstHead = 64;
 // Weights of tokens, the likeliest of a row being 1: blocks with none above are not looked at, and then fewer of them.
@@ -101,35 +103,45 @@ class Drawer {
     head_.find(row_, choice.temperature, std::min(kFirstHead, row_.vocab));
     if (head_.is_complete(choice, INFINITY)) return head_.pick(choice, head_.kept(choice, INFINITY));
     weights_.start(row_, choice.temperature);
-    weights_.weigh_all();
     return draw_wide(choice, INFINITY);
   }
 
-  // What is kept is known as soon as the bounds of the row's weight agree on it: mostly when a few blocks are weighed,
-  // and where that is the best token alone, no other is looked at.
+  // The token is known as soon as it is the same for all that the row may weigh: mostly when a few blocks are weighed,
+  // and where the best token alone is kept, no other is looked at.
   int32_t draw_top_p(const Choice& choice, int32_t best) {
     weights_.start(row_, choice.temperature);
-    bool taken = false;
+    bool taken = false, all_taken = false;
     for (float bound = kFirstBound; bound > kLastBound; bound *= kNextBound) {
       const RowWeights::Bounds weight = weights_.weigh_from(bound);
       const double lowest = choice.top_p * weight.lower * (1 - kRounding);
       const double highest = choice.top_p * weight.upper * (1 + kRounding);
       if (highest <= 1) return best;  // whose weight is 1
-      if (!taken || !head_.is_complete(choice, lowest)) {
-        taken = head_.take(row_, choice.temperature, bound);
-        if (!taken) break;
+      if (!taken) {
+        taken = take_first(choice);
+      } else if (!all_taken && !head_.reaches(choice, highest)) {
+        all_taken = !head_.take(row_, choice.temperature, bound);
       }
-      const int64_t kept = head_.kept(choice, lowest);
-      if (head_.is_complete(choice, highest) && head_.kept(choice, highest) == kept) return head_.pick(choice, kept);
+      const int32_t token = taken ? head_.pick_between(choice, lowest, highest) : -1;
+      if (token >= 0) return token;
     }
     const double line = choice.top_p * weights_.weigh_all();
-    if (taken && head_.is_complete(choice, line)) return head_.pick(choice, head_.kept(choice, line));
-    return draw_wide(choice, line);
+    if (!taken) return draw_wide(choice, line);
+    if (head_.is_complete(choice, line)) return head_.pick(choice, head_.kept(choice, line));
+    const int32_t token = head_.pick_between(choice, line * (1 - kRounding), line * (1 + kRounding));
+    return token >= 0 ? token : draw_wide(choice, line);
+  }
+
+  // The likeliest tokens, as far down as may be taken at once. False where as many as that are equally likely.
+  bool take_first(const Choice& choice) {
+    for (float bound = kFirstBound; bound < 1; bound /= kNextBound) {
+      if (head_.take(row_, choice.temperature, bound)) return true;
+    }
+    return false;
   }
 
   // Of the tokens that top-p (those before them weigh less than *line*) and min-p keep. Every token is weighed.
   int32_t draw_wide(const Choice& choice, double line) {
-    order_.start(row_.kernels, row_.logits, weights_.tokens(), row_.vocab, row_.peak, choice);
+    order_.start(row_.kernels, row_.logits, weights_.weigh_tokens(), row_.vocab, row_.peak, choice);
     const Place end = order_.reaching(line);
     const Place drawn = order_.reaching(nextafter(choice.uniform * end.weight, INFINITY));
     return id_of(std::max(drawn.key, end.key));  // rounding may lead past the end
@@ -146,8 +158,8 @@ class Drawer {
 }  // namespace castline
 
 // Chooses tokens[i] from row choices[i].row of *logits*, a C-contiguous [.., vocab] array; -1 where that row has no token
-// to choose. *maxima* are block_maxima of each row, or nullptr. Up to *threads* threads share the rows where there is
-// enough to do; the tokens are the same. Returns 0, or 1 where CASTLINE_ISA is refused.
+// to choose. *maxima* are block_maxima of each row, or nullptr. Up to *threads* threads share the rows where the first
+// ones take long; the tokens are the same. Returns 0, or 1 where CASTLINE_ISA is refused.
 extern "C" __attribute__((visibility("default"))) int castline_draw(const float* logits, const float* maxima,
                                                                     int64_t vocab, int64_t count,
                                                                     const castline::Choice* choices, int64_t* tokens,
@@ -166,9 +178,11 @@ extern "C" __attribute__((visibility("default"))) int castline_draw(const float*
     }
     tokens[i] = drawer.draw(kernels, logits + row * vocab, static_cast<int>(vocab), of_row, choices[i]);
   };
-  const int64_t passes = std::count_if(choices, choices + count, [&](const Choice& choice) {
-    return maxima == nullptr || choice.temperature > 0;
-  });
-  share_out(count, passes * vocab < kTokensWorthHelp ? 0 : static_cast<int>(threads - 1), draw_row);
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
+  const int64_t tried = std::min(count, kRowsTried);
+  for (int64_t i = 0; i < tried; ++i) draw_row(i);
+  const bool helped = tried < count && (Clock::now() - begin) * (count - tried) / tried > kWorthHelp;
+  share_out(count - tried, helped ? static_cast<int>(threads - 1) : 0, [&](int64_t i) { draw_row(tried + i); });
   return 0;
 }

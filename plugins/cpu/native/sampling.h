@@ -36,9 +36,12 @@ struct SamplingKernels {
   void (*block_maxima)(const float* logits, int count, float* maxima);
   // The largest of a row's maxima: NaN where one is NaN.
   float (*peak)(const float* maxima, int blocks);
-  // exp((x - peak) * inverse_temperature) of each token, and its sum over each block; returns the sum of all.
+  // exp((x - peak) * inverse_temperature) of each token, where *tokens* is not nullptr, and its sum over each block;
+  // returns the sum of all.
   double (*block_weights)(const float* row, int vocab, float peak, float inverse_temperature, double* blocks,
                           float* tokens);
+  // The sum of those of *values* that are below *bound*.
+  double (*sum_below)(const float* values, int count, float bound);
   // Of the tokens whose logit is at least *bound*, which is finite. It never grows with the bound, to the bit.
   Sum (*sum_from)(const float* logits, const float* weights, int count, float bound);
   // Writes the ids first .. last of *row*'s logits low <= x < high to *ids*, ascending; returns how many. May write up to

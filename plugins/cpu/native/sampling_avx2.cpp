@@ -6,5 +6,5 @@
 namespace castline {
 extern const SamplingKernels kAvx2Sampling;
 const SamplingKernels kAvx2Sampling = {Isa::kAvx2, avx2::block_maxima, avx2::peak,
-    avx2::block_weights, avx2::sum_from, avx2::collect};
+    avx2::block_weights, avx2::sum_below, avx2::sum_from, avx2::collect};
 }  // namespace castline

@@ -6,5 +6,5 @@
 namespace castline {
 extern const SamplingKernels kAvx512Sampling;
 const SamplingKernels kAvx512Sampling = {Isa::kAvx512, avx512::block_maxima, avx512::peak,
-    avx512::block_weights, avx512::sum_from, avx512::collect};
+    avx512::block_weights, avx512::sum_below, avx512::sum_from, avx512::collect};
 }  // namespace castline

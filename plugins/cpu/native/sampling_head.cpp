@@ -102,17 +102,38 @@ int64_t Head::kept(const Choice& choice, double line) const {
   return count;
 }
 
-int32_t Head::pick(const Choice& choice, int64_t count) const {
+double Head::weight_of(int64_t count) const {
   double sum = 0;
   for (int64_t place = 0; place < count; ++place) sum += weights_[place];
-  const double target = choice.uniform * sum;
+  return sum;
+}
+
+int64_t Head::place_of(double target, int64_t count) const {
   double below = 0;
   int64_t last = 0;
   for (int64_t place = 0; place < count && below <= target; ++place) {
     if (weights_[place] > 0) last = place;
     below += weights_[place];
   }
-  return id_of(keys_[last]);
+  return last;
+}
+
+int32_t Head::pick(const Choice& choice, int64_t count) const {
+  return id_of(keys_[place_of(choice.uniform * weight_of(count), count)]);
+}
+
+int32_t Head::pick_between(const Choice& choice, double lowest, double highest) const {
+  const int64_t fewest = kept(choice, lowest), most = kept(choice, highest);
+  const bool complete = is_complete(choice, highest);
+  if (complete && fewest == most) return pick(choice, fewest);
+  // The last token that is kept passes the line by no more than its own weight.
+  const double heaviest = complete ? weight_of(most) : highest + least_;
+  if (!reaches(choice, heaviest)) return -1;
+  // Where not even these reach the line, others are kept: up to the line, but for min-p.
+  const double lightest = std::max(weight_of(fewest), choice.min_p > 0 ? 0.0 : lowest);
+  const auto taken = static_cast<int64_t>(weights_.size());
+  const int64_t place = place_of(choice.uniform * lightest, taken);
+  return place == place_of(choice.uniform * heaviest, taken) ? id_of(keys_[place]) : -1;
 }
 
 }  // namespace castline

@@ -14,8 +14,8 @@ class Head {
  public:
   static constexpr int kMostTaken = 256;
 
-  // Takes all tokens of *row* that weigh *bound* or a little more, 1 being the likeliest's weight. False, and nothing is
-  // taken, where they are more than kMostTaken.
+  // Takes all tokens of *row* that weigh *bound* or a little more, 1 being the likeliest's weight. False, and those of
+  // the last call stay, where they are more than kMostTaken.
   bool take(const Row& row, double temperature, float bound);
 
   // Takes the first *width* tokens of *row*, at least one; returns what they weigh.
@@ -32,7 +32,17 @@ class Head {
   // Of the first *count*, the one in which uniform times their weight falls.
   int32_t pick(const Choice& choice, int64_t count) const;
 
+  // The token that is drawn whichever line between *lowest* and *highest* ends what is kept; -1 where that makes a
+  // difference, or it is none of the tokens taken. What is kept need not be known for it, only what it may weigh.
+  int32_t pick_between(const Choice& choice, double lowest, double highest) const;
+
+  // Tokens after them are not drawn while what is kept weighs no more than *weight*.
+  bool reaches(const Choice& choice, double weight) const { return complete_row_ || choice.uniform * weight < weight_; }
+
  private:
+  double weight_of(int64_t count) const;
+  // Of the first *count*, the place of the one in which *target* falls.
+  int64_t place_of(double target, int64_t count) const;
   // Fills ids_ with the tokens that reach *bound*; returns how many.
   int collect(const Row& row, float bound);
   // Of the first *count* of ids_, the likeliest *width*, in order.

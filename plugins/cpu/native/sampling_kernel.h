@@ -67,7 +67,8 @@ float peak(const float* maxima, int blocks) {
   return reduce_max(top) + reduce_add(unsound);
 }
 
-double block_weights(const float* row, int vocab, float peak, float inverse_temperature, double* blocks, float* tokens) {
+template <bool Tokens>
+double weigh_blocks(const float* row, int vocab, float peak, float inverse_temperature, double* blocks, float* tokens) {
   const Vec minus_peak = broadcast(-peak), scale = broadcast(inverse_temperature * kLog2E);
   double total = 0;
   for (int first = 0, block = 0; first < vocab; first += kTokenBlock, ++block) {
@@ -76,17 +77,35 @@ double block_weights(const float* row, int vocab, float peak, float inverse_temp
     int i = first;
     for (; i + kLanes <= last; i += kLanes) {
       const Vec weight = exp2(mul(add(load(row + i), minus_peak), scale));
-      store(tokens + i, weight);
+      if constexpr (Tokens) store(tokens + i, weight);
       sum = add(sum, weight);
     }
     if (i < last) {
       const Vec weight = exp2(mul(add(load_part(row + i, last - i), minus_peak), scale));
-      store_first(tokens + i, last - i, weight);
+      if constexpr (Tokens) store_first(tokens + i, last - i, weight);
       sum = add(sum, weight);
     }
     blocks[block] = reduce_add(sum);
     total += blocks[block];
   }
+  return total;
+}
+
+double block_weights(const float* row, int vocab, float peak, float inverse_temperature, double* blocks, float* tokens) {
+  if (tokens == nullptr) return weigh_blocks<false>(row, vocab, peak, inverse_temperature, blocks, nullptr);
+  return weigh_blocks<true>(row, vocab, peak, inverse_temperature, blocks, tokens);
+}
+
+double sum_below(const float* values, int count, float bound) {
+  const Vec zero = broadcast(0.0f);
+  Vec sum = zero;
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Vec x = load(values + i);
+    sum = add(sum, keep_above(x, sub(zero, x), -bound, zero));
+  }
+  double total = reduce_add(sum);
+  for (; i < count; ++i) total += values[i] < bound ? values[i] : 0.0f;
   return total;
 }
 

@@ -5,5 +5,5 @@
 namespace castline {
 extern const SamplingKernels kPortableSampling;
 const SamplingKernels kPortableSampling = {Isa::kPortable, portable::block_maxima, portable::peak,
-    portable::block_weights, portable::sum_from, portable::collect};
+    portable::block_weights, portable::sum_below, portable::sum_from, portable::collect};
 }  // namespace castline

@@ -24,12 +24,13 @@ class RowWeights {
   // Weighs what is left; returns the weight of the row. The same bits, whatever was weighed before.
   double weigh_all() { return weigh_from(0).lower; }
 
-  // Of each block and of each token, after weigh_all.
+  // Of each block, after weigh_all.
   const double* blocks() const { return blocks_.data(); }
-  const float* tokens() const { return tokens_.data(); }
+  // Of each token. Every one is weighed, whatever was before: few rows want them, and they fill a cache.
+  const float* weigh_tokens();
 
  private:
-  void weigh(int first, int last);
+  void weigh(int first, int last, float* tokens);
   void fetch_block(int block) const;
 
   Row row_{};
