@@ -26,6 +26,8 @@ class DecodeCohort:
         """What the next plan has, but for blocks to be reserved; None before the latest is committed."""
         self._entering: list[int] = []
         """Places of those whose token in it is the first of a block."""
+        self._steps_inside = self._count_steps_inside(first.starts)
+        """Plans after the latest in which nobody enters a block."""
 
     def plan(self) -> Decodes | None:
         """The next step, with blocks reserved. None where the latest plan was not committed, or blocks are short."""
@@ -52,10 +54,18 @@ class DecodeCohort:
             seq.num_computed += 1
             progress.append(Progress(seq, (token,), None))
         starts, size, tables = [start + 1 for start in latest.starts], self._kv.block_size, latest.tables
-        self._entering = [place for place, start in enumerate(starts) if start % size == 0]
-        if self._entering:
+        self._entering = []
+        if self._steps_inside:
+            self._steps_inside -= 1
+        else:
+            self._entering = [place for place, start in enumerate(starts) if start % size == 0]
+            self._steps_inside = self._count_steps_inside(starts)
             tables = tables.copy()
             for place in self._entering:
                 self._kv.publish(self._seqs[place])
         self._following = Decodes(latest.seq_ids, tokens, starts, [slot + 1 for slot in latest.slots], tables)
         return progress
+
+    def _count_steps_inside(self, starts: list[int]) -> int:
+        size = self._kv.block_size
+        return min(size - 1 - start % size for start in starts)

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Final
 
 from castline.runtime.core_api import EngineCore
+from castline.runtime.core_placement import running_core
 from castline.runtime.profiler import Profiler
 from castline.runtime.step_profile import NO_MARKS, Phase
 from castline.runtime.wire import Abort, Add, Command, Pace, Profile, Report, StepDone, Stop, command_reader, encode
@@ -78,6 +79,7 @@ def run_engine_loop(
 ) -> None:
     """Steps *core* until a Stop command. Raises Disconnected when the other side is gone, and what a step raises."""
     marks = profiler or NO_MARKS
+    receive, send = Phase.RECEIVE, Phase.SEND  # an enumeration takes long to find its own
     next_stats = since = clock()
     busy_s = 0.0  # until the loop last fell idle; it has had work again *since*
     while True:
@@ -100,13 +102,14 @@ def run_engine_loop(
                 profiler.start()
             elif isinstance(command, Stop):
                 return
-        marks.mark(Phase.RECEIVE)
+        marks.mark(receive)
         if core.has_work:
-            events, stats = core.step(), None
+            events, stats, runs_on = core.step(), None, None
             if (now := clock()) >= next_stats or not core.has_work:
                 stats = replace(core.stats(), busy_s=busy_s + now - since)
                 next_stats = now + STATS_PERIOD_S
+                runs_on = running_core() if core.has_work else None
             if events or stats:
-                link.send(StepDone(events, stats))
-            marks.mark(Phase.SEND)
+                link.send(StepDone(events, stats, runs_on))
+            marks.mark(send)
             marks.step_done()

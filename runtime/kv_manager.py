@@ -124,7 +124,7 @@ class KvManager:
 
     @property
     def block_copies(self) -> tuple[tuple[int, int], ...]:
-        return tuple((copy.source, copy.destination) for copy in self._copies)
+        return tuple([(copy.source, copy.destination) for copy in self._copies]) if self._copies else ()
 
     def commit_copies(self) -> None:
         for copy in self._copies:

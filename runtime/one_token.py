@@ -1,10 +1,6 @@
 """What most steps give: one token for each of some sequences."""
 
 from collections.abc import Iterator, Mapping
-from typing import Final
-
-MANY: Final = 4
-"""Sequences from which on columns pay."""
 
 
 class OneToken(Mapping[int, tuple[int, ...]]):

@@ -1,7 +1,6 @@
 """The plan of one step: plain data from the scheduler to the batch builder, none of which ever changes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -24,8 +23,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):  # made by the h
     and only the guesses that the model would have chosen itself are kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
     scheduled: Sequence[ScheduledSequence]
     block_copies: tuple[tuple[int, int], ...] = ()
     """(source, destination) blocks copied, over all layers, before the step: copy on write."""

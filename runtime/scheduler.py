@@ -30,7 +30,7 @@ from castline.runtime.events import Finish, FinishReason
 from castline.runtime.kv_manager import KvManager
 from castline.runtime.lanes import LanePolicy
 from castline.runtime.look_ahead import look_ahead
-from castline.runtime.one_token import MANY, OneToken
+from castline.runtime.one_token import OneToken
 from castline.runtime.plan import ScheduledSequence, StepPlan
 from castline.runtime.plan_filler import PlanFiller
 from castline.runtime.request import Request
@@ -124,11 +124,16 @@ class Scheduler:
         if parts is not None:
             filler.budget -= len(parts)
         else:
+            self._cohort = None
             filler.fill(only)
-            self._cohort = self._new_cohort(filler.parts)
-            parts = tuple(filler.parts) if self._cohort is None else self._cohort.planned
+            parts = tuple(filler.parts)
+        unguessed = parts
         if only is None and self._speculation is not None:
             parts = self._speculation.extend(parts, self._roster.sequences, self.kv, filler.budget)
+        if self._cohort is None and parts is unguessed:
+            self._cohort = self._new_cohort(filler.parts)
+            if self._cohort is not None:
+                parts = self._cohort.planned
         return StepPlan(parts, self.kv.block_copies, tuple(filler.preempted))
 
     def look_ahead(self, plan: StepPlan) -> StepPlan | None:
@@ -207,7 +212,7 @@ class Scheduler:
     def _new_cohort(self, parts: list[ScheduledSequence]) -> DecodeCohort | None:
         """Of all that run, if they do nothing but decode in this step, and nobody can be admitted to the next."""
         running, sequences = self._roster.running, self._roster.sequences
-        if len(parts) < max(MANY, len(running)) or self.kv.block_copies:
+        if len(parts) < len(running) or self.kv.block_copies:
             return None
         if not (self._is_full or len(running) == len(sequences)):
             return None

@@ -9,6 +9,7 @@ from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from castline.engines.errors import EngineError
+from castline.runtime.core_placement import allowed_cores, use_cores
 from castline.runtime.serving_time import standing_apart
 
 T = TypeVar("T")
@@ -29,6 +30,8 @@ class SideThreads:
         """Of jobs of one size."""
         self._num_started = 0
         self._starting = Lock()
+        self._cores = allowed_cores()
+        """The thread that starts them may be kept off one."""
 
     def begin(self, job: Callable[[], T], size: int) -> "asyncio.Future[T]":
         """A future of the running loop, for what *job* returns or raises; done before its turn, the job is not run."""
@@ -42,6 +45,7 @@ class SideThreads:
         return future
 
     def _work(self) -> None:
+        use_cores(self._cores)
         with standing_apart():
             while True:
                 _do(*self._jobs.get()[-1])

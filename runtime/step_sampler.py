@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from castline.runtime.batch import DraftRows, StepBatch
 from castline.runtime.events import TokenLogprobs
-from castline.runtime.one_token import MANY, OneToken
+from castline.runtime.one_token import OneToken
 from castline.runtime.sampler_api import BrokenLogits, Sampler, SampleResult
 
 Logits = NDArray[np.float32]
@@ -36,7 +36,7 @@ class StepSamples(msgspec.Struct):
     def add(self, seq_ids: Sequence[int], token_ids: list[int]) -> None:
         """One more token for each of *seq_ids*."""
         earlier = self.token_ids
-        if not earlier and len(seq_ids) >= MANY:
+        if not earlier:
             self.token_ids = OneToken(tuple(seq_ids), token_ids)
             return
         added = zip(seq_ids, zip(token_ids), strict=True)

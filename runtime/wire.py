@@ -61,6 +61,8 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     events: list[SequenceEvent]
     stats: Stats | None
     """None where they were reported a moment ago, and more steps follow."""
+    core: int | None = None
+    """On which the engine loop will go on, told with its statistics; None where it has no more to do, or cannot tell."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

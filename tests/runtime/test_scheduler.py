@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from msgspec import structs
@@ -239,7 +238,7 @@ def test_several_tokens_a_step(make_engine):
     assert (seq.num_computed, seq.num_tokens) == (10, 11)
     plan = scheduler.schedule()
     drafts = structs.replace(plan.scheduled[0], token_ids=(1, 2, 3, 50))
-    scheduler.commit(replace(plan, scheduled=(drafts,)), {seq_id: (2, 3)})
+    scheduler.commit(structs.replace(plan, scheduled=(drafts,)), {seq_id: (2, 3)})
     assert (seq.num_computed, seq.num_tokens) == (12, 13), "the KV of the rejected drafts is not this sequence's"
     plan = scheduler.schedule()
     assert (plan.scheduled[0].start, plan.scheduled[0].token_ids) == (12, (3,))
