@@ -62,7 +62,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     stats: Stats | None
     """None where they were reported a moment ago, and more steps follow."""
     core: int | None = None
-    """On which the engine loop will go on, told with its statistics; None where it has no more to do, or cannot tell."""
+    """Where the engine loop goes on, told with its statistics; None where it has no more to do, or cannot tell."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 from castline.engines.errors import EngineError
 from castline.engines.manifest import BundleFile, read_manifest, write_manifest
 from castline.runtime.async_engine import AsyncEngine
-from castline.runtime.client import Phase
+from castline.runtime.client import Output, Phase
 from castline.runtime.engine_child import EngineProcess
 from castline.runtime.engine_link import EngineLink
 from castline.runtime.load_options import LoadOptions
@@ -38,6 +38,10 @@ def run(scenario: Callable[[], Any]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+async def _rest(outputs: AsyncIterator[Output]) -> list[Output]:
+    return [output async for output in outputs]
+
+
 def test_it_serves_and_stops(tiny_repository: Path, reference: Callable[[Sequence[int], int], list[int]]) -> None:
     """The real child gives the reference's tokens, and is gone after a drain."""
 
@@ -51,6 +55,27 @@ def test_it_serves_and_stops(tiny_repository: Path, reference: Callable[[Sequenc
         await engine.drain(5)
         assert not psutil.pid_exists(pid)
         await engine.drain(5)
+
+    run(scenario)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot choose their cores here")
+def test_the_event_loop_keeps_off_the_step_loop(tiny_repository: Path) -> None:
+    """While there is work, and not longer; nor is it left so when the engine dies in its work."""
+
+    async def scenario() -> None:
+        allowed = os.sched_getaffinity(0)
+        engine = await AsyncEngine.start(plan_engine(tiny_repository))
+        during = [os.sched_getaffinity(0) async for _ in engine.generate("a", GREEDY, request_id="r")]
+        assert len(during[0]) == max(1, len(allowed) - 1)
+        assert during[-1] == os.sched_getaffinity(0) == allowed
+        outputs = engine.generate("b", replace(GREEDY, max_tokens=200), request_id="s")
+        await anext(outputs)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="signal 9"):
+            await _rest(outputs)
+        assert os.sched_getaffinity(0) == allowed
+        await engine.drain(0)
 
     run(scenario)
 
