@@ -1,6 +1,6 @@
 """The event loop keeps off the core on which the step loop runs.
 
-Each report of a step wakes the event loop, and the kernel likes to wake it right where the step loop is: who writes to a
+Each report of a step wakes the event loop, and the kernel likes to wake it where the step loop is: who writes to a
 socket is taken to be about to sleep, and a busy machine is not searched for an idle core. The step loop then waits
 until all of the report is served, while the cores of its workers, who sleep between two steps, are idle.
 """
