@@ -1,5 +1,6 @@
 """The `castline` command. Subcommands are imported when called, so that `--help` costs milliseconds."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -45,6 +46,7 @@ def cli() -> None:
 
 def main() -> None:
     """Console entry point: errors castline raises on purpose print one message, and no traceback."""
+    _fill_standard_streams()
     try:
         # Not standalone, click returns the status of ctx.exit() instead of raising it.
         sys.exit(cli.main(standalone_mode=False))
@@ -57,3 +59,10 @@ def main() -> None:
     except CastlineError as error:
         click.echo(f"castline: {error}", err=True)
         sys.exit(1)
+
+
+def _fill_standard_streams() -> None:
+    """Where one is closed, the next socket or file would take its number, and what is printed would go there."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)

@@ -49,6 +49,10 @@ class EngineError(CastlineError):
     """The environment's fault: a wrong bundle, a missing library, a host without memory, a failed step."""
 
 
+class ProfileRefused(EngineError):
+    """A recording that does not begin; what runs goes on as it was."""
+
+
 class ManifestMismatch(EngineError):
     """The bundle was built for something else. One line for each field that differs: built with, found, cure."""
 

@@ -51,7 +51,7 @@ def read_target(bundle: Path) -> Any:
     """What a bundle says it is for; None where that cannot be read: `castline.engines.manifest` says why."""
     try:
         return json.loads((bundle / MANIFEST_NAME).read_bytes())["host"]["target"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 

@@ -8,13 +8,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from castline.engines.affinity import granted_cores
+
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Cores this process may keep busy: its affinity mask, cut to the CPU quota of its control groups; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(granted_cores()) or os.cpu_count() or 1
     for group in _groups(proc, cgroup, "cpu"):
         quota = _cpu_quota(group)
         if quota is not None:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from castline.engines.capacity import kv_block_bytes
+from castline.engines.errors import ProfileRefused
 from castline.engines.manifest import Manifest
 from castline.plugins.contract import StepTensors
 from castline.plugins.cpu.operator_profile import OperatorRun
@@ -32,6 +33,7 @@ class CpuExecutor:
             num_provided=policy.growth,
             options=SessionOptions(num_threads=num_threads),
         )
+        self._files = {path: _stamp(path) for path in (bundle / name for name in manifest.files)}
         self._settling: Settling | None = None
         self._growth = PoolGrowth(self._session.provide, limits.num_blocks, policy)
         self.vocab_size = self._session.vocab_size
@@ -58,7 +60,15 @@ class CpuExecutor:
         self._settling = Settling(self._session.move_weights)
 
     def start_profile(self, prefix: str) -> None:
-        """See CpuSession.start_profile. Weights that moved, or were to, move first; the heap then, as at a start."""
+        """See CpuSession.start_profile. Weights that moved, or were to, move first; the heap then, as at a start.
+
+        Raises ProfileRefused, and nothing has changed, where the engine could not be opened anew as it is.
+        """
+        for path, stamp in self._files.items():
+            if _stamp(path) != stamp:
+                raise ProfileRefused(
+                    f"no profile begins, for {path} is not what was loaded: start the server again to record one"
+                )
         self._stop_settling()
         self._session.start_profile(prefix)
         if self._settling is not None:
@@ -78,3 +88,12 @@ class CpuExecutor:
         if self._settling is not None:
             self._settling.stop()
             self._settling.join()
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Another one where the file was replaced or changed; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

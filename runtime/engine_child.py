@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from castline.engines.affinity import on_granted_cores
 from castline.engines.errors import EngineError
 from castline.engines.repository import read_target
 from castline.runtime.huge_heap import environment, wanted
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 _KILLED_S: Final = 2.0
 """What the system may take to clear away a process that was killed."""
-_OF_THE_GROUP: Final = (signal.SIGINT, signal.SIGTERM)
-"""What a terminal or a supervisor sends to every process of a server. The process is born with them blocked, for it
-cannot ignore them before it runs."""
+_OF_THE_GROUP: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What a terminal, a supervisor or a user sends to every process of a server. The process is born with them blocked,
+for it cannot ignore them before it runs."""
 _QUIET: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """What NumPy's products would run on: threads that spin while a process starts, for what no engine computes."""
 
@@ -40,7 +41,7 @@ class EngineProcess:
         command = [sys.executable, "-P", "-m", "castline.runtime.engine_process", str(theirs.fileno())]
         outer = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_GROUP)
         try:
-            with theirs:
+            with theirs, on_granted_cores():
                 process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
                 )

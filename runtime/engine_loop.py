@@ -102,6 +102,8 @@ def run_engine_loop(
                 profiler.start()
             elif isinstance(command, Stop):
                 return
+        if idle and not core.has_work:
+            since = clock()  # what the commands took was no work
         marks.mark(receive)
         if core.has_work:
             events, stats, runs_on = core.step(), None, None

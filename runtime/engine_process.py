@@ -1,8 +1,8 @@
 """The engine process: ``python -m castline.runtime.engine_process FD`` loads one engine and runs its loop.
 
 FD is a stream socket to the serving process. The first command is Load; the answer is Ready, or Failed with the reason.
-The process ends when told to, or when the socket closes: an engine never outlives its server. SIGINT and SIGTERM, which
-a terminal or a supervisor sends to the whole group, are blocked from its birth (`castline.runtime.engine_child`): the
+The process ends when told to, or when the socket closes: an engine never outlives its server. SIGINT, SIGTERM and
+SIGUSR1, which may be sent to the whole group, are blocked from its birth (`castline.runtime.engine_child`): the
 server drains first, then stops the engine.
 """
 

@@ -18,9 +18,12 @@ class ProfileOptions:
 
     @classmethod
     def into(cls, directory: Path, num_steps: int) -> "ProfileOptions":
-        """Creates the directory. Raises EngineError where that is refused."""
+        """Creates the directory. Raises EngineError where that, or a file in it, is refused."""
+        from tempfile import TemporaryFile  # here: few starts want a profile
+
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=directory).close()
         except OSError as error:
             raise EngineError(f"cannot write profiles into {directory}: {error.strerror}") from None
         return cls(str(directory), num_steps)

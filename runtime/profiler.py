@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from castline.engines.errors import EngineError
+from castline.engines.errors import EngineError, ProfileRefused
 from castline.plugins.cpu.operator_profile import OperatorRun
 from castline.runtime.client import EffectiveLimits
 from castline.runtime.device_executor import DeviceExecutor
@@ -53,10 +53,19 @@ class Profiler:
         return self._recorder is not None
 
     def start(self) -> None:
-        """Begins a recording; one that runs is finished first. Raises EngineError."""
+        """Begins a recording; one that runs is finished first. Raises EngineError.
+
+        Where one is refused, *on_lost* is told, and what runs goes on.
+        """
         self.finish()
         if self._executor is not None:
-            self._executor.start_profile(str(Path(self._options.directory) / "operators"))
+            try:
+                self._executor.start_profile(str(Path(self._options.directory) / "operators"))
+            except ProfileRefused as refusal:
+                if self._on_lost is None:
+                    raise
+                self._on_lost(refusal)
+                return
             warm_up(self._executor, self._limits)
         self._recorder = StepRecorder(self._options.num_steps)
 

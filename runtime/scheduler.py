@@ -217,6 +217,8 @@ class Scheduler:
         if not (self._is_full or len(running) == len(sequences)):
             return None
         seqs = [sequences[part.seq_id] for part in parts]
+        if seqs != running:  # one that was preempted comes last in the step that takes it back
+            return None
         decodes = Decodes.of(parts, self.kv.block_size) if all(seq.started for seq in seqs) else None
         return None if decodes is None else DecodeCohort(seqs, decodes, self.kv)
 

@@ -8,8 +8,8 @@ from queue import PriorityQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
+from castline.engines.affinity import on_granted_cores
 from castline.engines.errors import EngineError
-from castline.runtime.core_placement import allowed_cores, use_cores
 from castline.runtime.serving_time import standing_apart
 
 T = TypeVar("T")
@@ -30,22 +30,23 @@ class SideThreads:
         """Of jobs of one size."""
         self._num_started = 0
         self._starting = Lock()
-        self._cores = allowed_cores()
-        """The thread that starts them may be kept off one."""
 
     def begin(self, job: Callable[[], T], size: int) -> "asyncio.Future[T]":
         """A future of the running loop, for what *job* returns or raises; done before its turn, the job is not run."""
-        with self._starting:
-            while self._num_started < self._num_threads:
-                Thread(target=self._work, name=self._name, daemon=True).start()
-                self._num_started += 1
+        if self._num_started < self._num_threads:
+            self._start()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._jobs.put((size, next(self._order), (loop, future, job)))
         return future
 
+    def _start(self) -> None:
+        with self._starting, on_granted_cores():
+            while self._num_started < self._num_threads:
+                Thread(target=self._work, name=self._name, daemon=True).start()
+                self._num_started += 1
+
     def _work(self) -> None:
-        use_cores(self._cores)
         with standing_apart():
             while True:
                 _do(*self._jobs.get()[-1])

@@ -140,6 +140,8 @@ def command(
 ) -> None:
     """Serve an engine of REPOSITORY, the directory that `castline build` wrote, over HTTP and gRPC."""
     begin = perf_counter()
+    if profile is not None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # one that comes too early would end the server
     _configure_logging(log_level)
     # The engine's process begins first, and each imports on a core of its own; nothing else here is imported before it.
     asked = LoadOptions(**load)

@@ -34,12 +34,21 @@ def fail(step) -> None:
 
 
 @pytest.mark.parametrize("max_drafts", [0, 3])
-@pytest.mark.parametrize("num_blocks", [20, 64])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"num_blocks": 20, "max_num_seqs": 7},
+        {"num_blocks": 64, "max_num_seqs": 7},
+        {"num_blocks": 64, "max_num_seqs": 3},
+        {"num_blocks": 65, "max_num_seqs": 4, "block_size": 1, "max_model_len": 64},
+    ],
+    ids=["few blocks", "blocks for all", "three sequences", "blocks of one token"],
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_the_plans_are_the_same(make_engine, seed, num_blocks, max_drafts):
+def test_the_plans_are_the_same(make_engine, seed, limits, max_drafts):
     """Prevents a cohort that outlives an arrival, an abort, an end, a failed step a preemption or a block."""
     rng = random.Random(seed)
-    engines = beside_another(make_engine, num_blocks=num_blocks, max_num_seqs=7, max_drafts=max_drafts)
+    engines = beside_another(make_engine, max_drafts=max_drafts, **limits)
     for engine in engines:
         engine.model.memory = 2 if max_drafts else None
     names: list[str] = []
@@ -143,3 +152,15 @@ def test_one_token_is_a_mapping_to_tuples():
     assert sampled.get(4, ()) == ()
     assert list(sampled) == [7, 3]
     assert len(sampled) == 2
+
+
+def test_parts_in_another_order_are_no_cohort(make_engine):
+    """Prevents the order of a step that took back a preempted sequence, which comes last in it, from staying."""
+    engine = make_engine()
+    for i in range(3):
+        engine.add(str(i), [i] * 5, max_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.step()
+    scheduler, parts = engine.core.scheduler, list(engine.plans[-1].scheduled)
+    assert scheduler._new_cohort(parts) is not None
+    assert scheduler._new_cohort(parts[::-1]) is None

@@ -110,14 +110,15 @@ class Drawer {
   // and where the best token alone is kept, no other is looked at.
   int32_t draw_top_p(const Choice& choice, int32_t best) {
     weights_.start(row_, choice.temperature);
-    bool taken = false, all_taken = false;
+    bool taken = false, all_taken = false;  // all_taken: no more may be taken
     for (float bound = kFirstBound; bound > kLastBound; bound *= kNextBound) {
       const RowWeights::Bounds weight = weights_.weigh_from(bound);
       const double lowest = choice.top_p * weight.lower * (1 - kRounding);
       const double highest = choice.top_p * weight.upper * (1 + kRounding);
       if (highest <= 1) return best;  // whose weight is 1
-      if (!taken) {
+      if (bound == kFirstBound) {
         taken = take_first(choice);
+        all_taken = !taken;
       } else if (!all_taken && !head_.reaches(choice, highest)) {
         all_taken = !head_.take(row_, choice.temperature, bound);
       }

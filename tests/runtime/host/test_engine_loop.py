@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator
-from threading import Thread
+from threading import Event, Thread
 from time import monotonic
 
 import pytest
@@ -135,6 +135,26 @@ def test_time_without_work_is_not_counted() -> None:
     assert [r.stats.busy_s for r in reports] == [0.25, 0.5]
     running.send(Add(request("b", 1)))
     assert running.report().stats.busy_s == 0.75 + 0.5
+    running.ours.close()
+    running.join()
+
+
+def test_commands_that_bring_no_work_are_not_counted() -> None:
+    """Prevents an engine that opens itself anew for a recording, while nobody asks it anything, from looking busy."""
+    times = iter([0.0, 0.0, 5.0, 9.0, 9.0, 20.0, 20.5, 20.5, 20.5])
+    done = Event()
+
+    def clock() -> float:
+        now = next(times)
+        if now == 9.0:
+            done.set()
+        return now
+
+    running = Loop(clock=clock)
+    running.send(Abort("nobody"))
+    assert done.wait(60)
+    running.send(Add(request("a", 1)))
+    assert running.report().stats.busy_s == 0.5
     running.ours.close()
     running.join()
 

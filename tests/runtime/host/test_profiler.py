@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -185,6 +186,54 @@ def test_a_profile_that_cannot_be_written_ends_no_server(
     assert log.count("a profile of 5 steps is lost") == 2
     assert f"see that {directory} is there" in log
     assert sum(e["name"] == "step" for e in check_trace(directory / "castline-1.trace.json")) == 5
+
+
+def test_a_profile_of_an_engine_that_is_gone_ends_no_server(
+    tiny_repository: Path,
+    tmp_path: Path,
+    reference: Callable[[Sequence[int], int], list[int]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The graph is opened anew for a recording: removed, or built anew in its place, it would end what it serves."""
+    repository = tmp_path / "models"
+    shutil.copytree(tiny_repository, repository)
+    (graph,) = repository.rglob("model.onnx")
+    profiles = tmp_path / "profiles"
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(plan_engine(repository), profile=ProfileOptions.into(profiles, 2))
+        assert await greedy(engine, "one") == reference(b"one", 8)
+        graph.rename(graph.with_suffix(".old"))
+        engine.start_profile()
+        assert await greedy(engine, "two") == reference(b"two", 8)
+        shutil.copy(graph.with_suffix(".old"), graph)
+        engine.start_profile()
+        assert await greedy(engine, "three") == reference(b"three", 8)
+        await engine.drain(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert capfd.readouterr().err.count(f"{graph} is not what was loaded: start the server again to record one") == 2
+    assert [path.name for path in profiles.iterdir()] == ["castline-1.trace.json"]
+
+
+def test_a_signal_to_all_processes_of_a_server_ends_none(tiny_repository: Path) -> None:
+    """``pkill -USR1 -f castline`` asks the server for a profile, and must not kill the engine beside it."""
+
+    async def scenario() -> None:
+        engine = await AsyncEngine.start(plan_engine(tiny_repository))
+        os.kill(engine.pid, signal.SIGUSR1)
+        assert len(await greedy(engine, "one")) == 8
+        await engine.drain(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_directory_that_takes_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Otherwise a server that is profiled for an hour says so when the profile is to be written."""
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", Path("/proc/self/fdinfo")):
+        with pytest.raises(EngineError, match=f"cannot write profiles into {directory}"):
+            ProfileOptions.into(directory, 5)
 
 
 @pytest.mark.parametrize("size", [0, 1000])
