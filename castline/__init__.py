@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
-# From 1.29 on ONNX Runtime writes an identifier and a log of what runs to disk, and sends them to its maker, unless this
-# is set when it is imported, which no module of castline does before. Who wants it so sets 0.
+# From 1.29 on ONNX Runtime writes an identifier and a log of what runs to disk, and sends them to its maker, unless
+# this is set when it is imported, which no module of castline does before. Who wants it so sets 0.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {"LLM": "castline.llm", "SamplingParams": "castline.runtime.sampling_params"}
