@@ -14,7 +14,7 @@ import pytest
 from castline.engines.bundle import write_bundle
 from castline.engines.errors import BuildError, EngineError
 from castline.engines.manifest import Manifest, read_manifest
-from castline.engines.repository import bundle_models, find_bundle
+from castline.engines.repository import MANIFEST_NAME, bundle_models, find_bundle, read_target
 
 
 def build(repository: Path, manifest: Manifest, model: str = "smol", version: int | None = None) -> Path:
@@ -170,3 +170,12 @@ def test_an_unwritable_output_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "models").write_text("")
     with pytest.raises(BuildError, match="--output"), write_bundle(tmp_path / "models", "smol"):
         pass
+
+
+@pytest.mark.parametrize("content", ["", "{", "[" * 200_000, '{"host": 3}', "[]"])
+def test_a_target_that_cannot_be_read_is_none(tmp_path: Path, content: str) -> None:
+    """The start goes on with it, and what reads the manifest says in words what is wrong."""
+    (tmp_path / MANIFEST_NAME).write_text(content)
+    assert read_target(tmp_path) is None
+    with pytest.raises(EngineError):
+        read_manifest(tmp_path)

@@ -187,6 +187,25 @@ def test_start_up_lines(calls: Calls) -> None:
     assert len([line for line in lines if line.startswith("ready")]) == 1
 
 
+def test_a_signal_before_the_engine_is_ready_ends_nothing(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks for a profile too early gets none; a signal that nobody handles yet would kill the server."""
+    before = signal.getsignal(signal.SIGUSR1)
+    seen = []
+
+    def find_bundle(*asked: Any) -> Path:
+        seen.append(signal.getsignal(signal.SIGUSR1))
+        return calls.bundle
+
+    monkeypatch.setattr(run, "find_bundle", find_bundle)
+    try:
+        invoke("--profile", str(tmp_path))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [signal.SIG_IGN]
+
+
 def test_a_profile_reaches_the_engine(calls: Calls, tmp_path: Path) -> None:
     """Prevents --profile from being accepted and ignored, and a directory that cannot be from failing at the end."""
     directory = tmp_path / "new" / "profiles"
