@@ -35,10 +35,10 @@ def keep_off(owner: object, core: int | None) -> None:
         del avoided[id(owner)]
     else:
         avoided[id(owner)] = core
-    use_cores(granted - set(avoided.values()) or granted)
+    _use(granted - set(avoided.values()) or granted)
 
 
-def use_cores(cores: set[int]) -> None:
+def _use(cores: set[int]) -> None:
     """The calling thread runs on none but these. Without effect where the system refuses."""
     if cores == _thread.chosen:
         return
@@ -53,12 +53,12 @@ def use_cores(cores: set[int]) -> None:
 def on_granted_cores() -> Iterator[None]:
     """For what takes over the caller's cores: a process, a thread."""
     chosen, granted = _thread.chosen, granted_cores()
-    use_cores(granted)
+    _use(granted)
     try:
         yield
     finally:
         if chosen <= granted:
-            use_cores(chosen)
+            _use(chosen)
 
 
 def _affinity() -> set[int]:

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
 from typing import Final
 
+from castline.engines.affinity import keep_off
 from castline.engines.errors import EngineError, ErrorCode, RequestError
 from castline.engines.manifest import Manifest
 from castline.runtime.admission import validate_places
 from castline.runtime.arrival_gate import ArrivalGate
 from castline.runtime.client import EffectiveLimits, Express, Health, Output, Phase, Stats
-from castline.runtime.core_placement import LoopCores
 from castline.runtime.engine_child import EngineProcess
 from castline.runtime.engine_link import EngineLink
 from castline.runtime.intake import Intake
@@ -60,7 +60,6 @@ class AsyncEngine:
         self._stop_grace_s = STOP_GRACE_S
         self._clock = clock
         self._intake = Intake(tokenizer, manifest.model.vocab_size, limits, clock)
-        self._cores = LoopCores()
         self._stats = Stats(kv_blocks_total=limits.num_blocks)
         self._health_changed: Callable[[], None] = _nobody_watches
         self._stall = StallWatch(stall_after_s, clock, lambda: self._health_changed())
@@ -198,7 +197,6 @@ class AsyncEngine:
 
     async def _stop(self) -> None:
         self._stopping = True
-        self._cores.keep_off(None)
         self._send(Stop())
         if self._process is not None:
             await self._process.stop(self._stop_grace_s)
@@ -210,7 +208,7 @@ class AsyncEngine:
             case StepDone(events, stats, core):
                 if stats is not None:
                     self._stats = stats
-                    self._cores.keep_off(core)
+                    keep_off(self, core)
                 self._live.progressed(events)
             case Ready():
                 self._ready.set()
@@ -227,6 +225,7 @@ class AsyncEngine:
 
     def on_lost(self, reason: str) -> None:
         """From the link: the engine loop is gone."""
+        keep_off(self, None)  # here, for until now another report could come
         if not self._stopping:
             self._fail(reason)
 
@@ -251,7 +250,6 @@ class AsyncEngine:
             return
         _log.error("engine failed: %s", reason)
         self._failure = reason
-        self._cores.keep_off(None)
         self._ready.set()
         self._health_changed()
         self._intake.refuse(lambda: EngineError(reason))

@@ -38,8 +38,6 @@ from castline.runtime.step_sampler import StepSamples
 
 logger = logging.getLogger(__name__)
 
-_COMMIT = Phase.COMMIT  # an enumeration takes long to find its own
-
 
 class EngineCore:
     """Not thread-safe: one loop owns it."""
@@ -122,7 +120,7 @@ class EngineCore:
         if not self.scheduler.has_work:
             self._fell_idle()
         events, self._events = self._events, []
-        self._marks.mark(_COMMIT)
+        self._marks.mark(Phase.COMMIT)
         return events
 
     def close(self) -> None:

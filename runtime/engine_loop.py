@@ -79,7 +79,6 @@ def run_engine_loop(
 ) -> None:
     """Steps *core* until a Stop command. Raises Disconnected when the other side is gone, and what a step raises."""
     marks = profiler or NO_MARKS
-    receive, send = Phase.RECEIVE, Phase.SEND  # an enumeration takes long to find its own
     next_stats = since = clock()
     busy_s = 0.0  # until the loop last fell idle; it has had work again *since*
     while True:
@@ -104,7 +103,7 @@ def run_engine_loop(
                 return
         if idle and not core.has_work:
             since = clock()  # what the commands took was no work
-        marks.mark(receive)
+        marks.mark(Phase.RECEIVE)
         if core.has_work:
             events, stats, runs_on = core.step(), None, None
             if (now := clock()) >= next_stats or not core.has_work:
@@ -113,5 +112,5 @@ def run_engine_loop(
                 runs_on = running_core() if core.has_work else None
             if events or stats:
                 link.send(StepDone(events, stats, runs_on))
-            marks.mark(send)
+            marks.mark(Phase.SEND)
             marks.step_done()

@@ -15,8 +15,6 @@ from castline.runtime.step_profile import Phase, StepMarks
 from castline.runtime.step_runner import SequenceSampler, StepResult
 from castline.runtime.step_sampler import Rows, sample_step
 
-_BATCH, _EXECUTOR, _SAMPLE = Phase.BATCH, Phase.EXECUTOR, Phase.SAMPLE  # an enumeration takes long to find its own
-
 
 class HostRunner:
     """Implements `castline.runtime.step_runner.StepRunner`: a step ends where it begins, so none is ever in flight."""
@@ -49,15 +47,15 @@ class HostRunner:
 
     def run(self, plan: StepPlan, *, go_ahead: bool) -> StepResult:
         batch = self._packer.pack(plan)
-        self._marks.mark(_BATCH)
+        self._marks.mark(Phase.BATCH)
         if plan.block_copies:
             self._executor.copy_blocks(plan.block_copies)
         logits = self._execute(batch.tensors)
-        self._marks.mark(_EXECUTOR)
+        self._marks.mark(Phase.EXECUTOR)
         prompt_logprobs = self._sampler.prompt_logprobs(batch.prompt_rows, logits) if batch.prompt_rows else []
         self._sampler.introduce(batch.sample_seq_ids)
         samples = sample_step(self._sampler.tokens, batch, Rows(logits, self._executor.maxima))
-        self._marks.mark(_SAMPLE)
+        self._marks.mark(Phase.SAMPLE)
         return StepResult(samples, prompt_logprobs)
 
     def _execute(self, tensors: StepTensors) -> NDArray[np.float32]:

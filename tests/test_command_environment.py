@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+SILENCES = ("ORT_DISABLE_TELEMETRY", "CI", "GITHUB_ACTIONS", "PYTEST_CURRENT_TEST")
+"""What keeps ONNX Runtime quiet by itself."""
+
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    outer = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    outer = {name: value for name, value in os.environ.items() if name not in SILENCES}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=outer | environment, capture_output=True, text=True, timeout=60, check=False)
 
@@ -43,11 +46,11 @@ try:
     main()
 except BaseException:
     pass
-at = [os.readlink(f"/proc/self/fd/{{stream}}") for stream in range(3)]
+at = [os.path.samestat(os.fstat(stream), os.stat(os.devnull)) for stream in range(3)]
 kept = [os.get_inheritable(stream) for stream in range(3)]
 json.dump([at, kept], open({str(told)!r}, "w"))
 """
     run(code)
     at, kept = json.loads(told.read_text())
-    assert [stream for stream in range(3) if at[stream] == "/dev/null" and stream in closed] == list(closed)
+    assert all(at[stream] for stream in closed)
     assert kept == [True] * 3

@@ -2,22 +2,21 @@
 
 import asyncio
 import os
-import sys
 import threading
 
 import pytest
 
-from castline.runtime.core_placement import LoopCores, running_core
+from castline.engines.affinity import granted_cores, keep_off
+from castline.runtime.core_placement import running_core
 from castline.runtime.side_threads import SideThreads
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not let threads choose their cores")
 
-
+@pytest.mark.skipif(running_core() is None, reason="the system does not tell where a thread runs")
 def test_the_running_core_is_a_core() -> None:
     assert running_core() in os.sched_getaffinity(0)
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other core")
+@pytest.mark.skipif(len(granted_cores()) < 2, reason="there is no other core, or threads cannot choose theirs")
 def test_threads_that_are_started_meanwhile_are_not_kept_off() -> None:
     """Prevents all texts of a server's life from being encoded on what the event loop was left when the first came."""
     before = os.sched_getaffinity(0)
@@ -25,7 +24,7 @@ def test_threads_that_are_started_meanwhile_are_not_kept_off() -> None:
 
     async def scenario() -> None:
         threads = SideThreads("test", 1)
-        LoopCores().keep_off(min(before))
+        keep_off(threads, min(before))
         assert os.sched_getaffinity(0) == before - {min(before)}
         seen.append(await threads.begin(lambda: os.sched_getaffinity(0), 0))
 

@@ -132,7 +132,8 @@ class Drawer {
     return token >= 0 ? token : draw_wide(choice, line);
   }
 
-  // The likeliest tokens, as far down as may be taken at once. False where as many as that are equally likely.
+  // The likeliest tokens, as far down as may be taken at once. False where more than that weigh nearly as much as the
+  // best.
   bool take_first(const Choice& choice) {
     for (float bound = kFirstBound; bound < 1; bound /= kNextBound) {
       if (head_.take(row_, choice.temperature, bound)) return true;

@@ -52,7 +52,8 @@ void RowWeights::fetch_block(int block) const {
 
 void RowWeights::weigh(int first, int last, float* tokens) {
   const int begin = first * kTokenBlock, end = row_.block_end(last - 1);
-  row_.kernels->block_weights(row_.logits + begin, end - begin, row_.peak, inverse_temperature_, &blocks_[first], tokens);
+  row_.kernels->block_weights(row_.logits + begin, end - begin, row_.peak, inverse_temperature_, &blocks_[first],
+                              tokens);
 }
 
 }  // namespace castline
